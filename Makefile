@@ -1,0 +1,47 @@
+# make demo: install into .venv and run the main job on the embedded model
+# make test: install into .venv and run lint, type check and the CI set of tests
+PYTHON ?= python3
+VENV ?= .venv
+TEST_WORKERS ?= 2
+
+BIN := $(VENV)/bin
+HASH := $(shell $(PYTHON) -c "import hashlib; print(hashlib.sha256(open('pyproject.toml', 'rb').read()).hexdigest()[:16])")
+# Exists when what this pyproject.toml asks for is installed.
+STAMP := $(VENV)/.installed-$(HASH)
+# Names the checkout that the editable install points to: a venv can be shared between clones.
+CHECKOUT := $(VENV)/.checkout
+
+.PHONY: demo test test-all lint format install clean
+
+demo: install
+	$(BIN)/polylens demo
+
+test: lint
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not full"
+
+test-all: lint
+	$(BIN)/python -m pytest -n $(TEST_WORKERS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMP)
+	@if [ "$$(cat '$(CHECKOUT)' 2>/dev/null)" != "$(CURDIR)" ]; then \
+	  $(BIN)/python -m pip install --quiet --no-deps -e . && echo "$(CURDIR)" > '$(CHECKOUT)'; fi
+
+$(STAMP):
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'polylens needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)')"
+	$(PYTHON) -m venv '$(VENV)'
+	@echo "Installing into $(VENV): torch and the like, some minutes the first time."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@echo "$(CURDIR)" > '$(CHECKOUT)'
+	@rm -f '$(VENV)'/.installed-* && touch '$@'
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -1,0 +1,58 @@
+"""Content hashes of adapters: what caches are keyed by, so that a name never decides a cache hit."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from polylens.core import Component, Digests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from polylens.adapters.fit import LayerFit
+
+
+def digest_fits(fits: Iterable[LayerFit]) -> Digests:
+    """Hash an adapter's deltas: layer name in the loaded model, scaling, shape and values as float32.
+
+    Taken over the file's values, before any cast to the engine's dtype. So the same numbers under another
+    naming generation, file format or wider dtype have the same digest.
+    """
+    by_component: dict[Component, list[LayerFit]] = {component: [] for component in Component}
+    for fit in fits:
+        by_component[fit.spec.component].append(fit)
+    parts = {component: _digest(members) for component, members in by_component.items()}
+    tower, connector = parts[Component.VISION_TOWER], parts[Component.CONNECTOR]
+    language = parts[Component.LANGUAGE_MODEL]
+    vision = _combine(tower, connector)
+    return Digests(
+        vision_tower=tower,
+        connector=connector,
+        language_model=language,
+        vision=vision,
+        whole=_combine(tower, connector, language),
+    )
+
+
+def _digest(fits: list[LayerFit]) -> str:
+    if not fits:
+        return ""
+    digest = hashlib.sha256()
+    for fit in sorted(fits, key=lambda fit: fit.spec.name):
+        name = fit.spec.name.encode()
+        header = struct.pack("<QdQQQ", len(name), fit.scaling, fit.a.shape[0], fit.a.shape[1], fit.b.shape[0])
+        digest.update(header + name)
+        for factor in (fit.a, fit.b):
+            digest.update(factor.to(torch.float32).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _combine(*parts: str) -> str:
+    """A hash over component digests; "" if no component has a delta."""
+    if not any(parts):
+        return ""
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()

@@ -1,0 +1,211 @@
+"""Read a PEFT adapter folder: its config and its tensors, from a local path or the hub.
+
+Adapter files come from strangers. Whatever is wrong with one ends as one AdapterFormatError; nothing in
+it is executed (`.bin` goes through torch's weights-only load).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from polylens.adapters.options import LoraOptions, check_refusals, parse_options
+from polylens.errors import AdapterFormatError, AdapterUnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIG_FILE = "adapter_config.json"
+SAFETENSORS_FILE = "adapter_model.safetensors"
+BIN_FILE = "adapter_model.bin"
+
+FOREIGN_WEIGHT_FILES = (
+    "non_lora_trainables.bin",  # LLaVA's own trainer: the projector, trained in full
+    "non_lora_state_dict.bin",  # Qwen2-VL-Finetune: tower or merger, trained in full
+    "vit.safetensors",  # ms-swift: the tower, trained in full beside a LoRA of the text model
+)
+"""Weights that trainers put beside the adapter: without them the adapter is not what was trained."""
+
+MAX_CONFIG_BYTES = 4 << 20
+"""Largest adapter_config.json read: a config that lists every layer of a big model has some 100 KB."""
+
+MAX_NAME_CHARS = 512
+"""Longest tensor name taken: module paths have under 150 characters, and patterns are run over them."""
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterFiles:
+    """The content of an adapter folder. tensors: name in the file -> CPU tensor, not yet checked against a model."""
+
+    source: str
+    options: LoraOptions
+    tensors: Mapping[str, torch.Tensor]
+
+
+def read_adapter(path: str | Path) -> AdapterFiles:
+    """Read an adapter from a folder, or from the hub if `path` is no folder but an id.
+
+    Raises AdapterFormatError (files missing or malformed), AdapterUnsupportedError (an option, or a weight
+    file beside the adapter, that polylens does not apply).
+    """
+    folder = find_adapter(path)
+    config = read_config(folder)
+    check_refusals(config)
+    options = parse_options(config)
+    if foreign := foreign_weights(folder):
+        raise AdapterUnsupportedError(
+            f"{folder / foreign[0]} holds weights trained beside the adapter, which polylens does not apply",
+            option=foreign[0],
+        )
+    return AdapterFiles(source=str(path), options=options, tensors=read_tensors(folder))
+
+
+def find_adapter(path: str | Path) -> Path:
+    """The local folder of an adapter, fetched from the hub if `path` is an id. Raises AdapterFormatError."""
+    try:
+        folder = Path(path).expanduser()
+        if str(path) and folder.is_dir():
+            return folder
+        exists = bool(str(path)) and folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: "~name" of no user
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise AdapterFormatError(f"adapter path {str(path)[:200]!r} cannot be opened: {reason}") from error
+    if exists:
+        raise AdapterFormatError(f"adapter {str(path)!r} is a file; give the folder that holds {CONFIG_FILE}")
+    if not _HUB_ID.fullmatch(str(path)):
+        raise AdapterFormatError(f"adapter {str(path)[:200]!r} is neither a folder nor a hub id")
+    return _fetch(str(path))
+
+
+def _fetch(hub_id: str) -> Path:
+    wanted = [CONFIG_FILE, SAFETENSORS_FILE, BIN_FILE, *FOREIGN_WEIGHT_FILES]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = _first_line(error)
+        raise AdapterFormatError(
+            f"adapter {hub_id!r} is no folder here and cannot be fetched from the hub: {reason}"
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in adapter_config.json. Raises AdapterFormatError."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise AdapterFormatError(f"{str(folder)!r} has no {CONFIG_FILE}{_where_instead(folder)}")
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(raw) > MAX_CONFIG_BYTES:
+            raise AdapterFormatError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
+        config = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except OSError as error:
+        raise AdapterFormatError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{file} is not valid JSON: {_first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise AdapterFormatError(f"{file} must hold a JSON object, not a {type(config).__name__}")
+    return config
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice[:60]!r} occurs twice")
+    return content
+
+
+def _where_instead(folder: Path) -> str:
+    """PEFT saves adapters not named "default" in sub-folders: point there."""
+    inner = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))
+    if inner:
+        return f"; its sub-folder {inner[0]!r} has one: give that"
+    if (folder / "config.json").is_file():
+        return "; it seems to be a full model, not an adapter"
+    return ""
+
+
+def foreign_weights(folder: Path) -> tuple[str, ...]:
+    """Names of weight files beside the adapter that belong to what was trained."""
+    return tuple(name for name in FOREIGN_WEIGHT_FILES if (folder / name).exists())
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the adapter, on the CPU, as stored. Raises AdapterFormatError."""
+    if (folder / SAFETENSORS_FILE).exists():
+        file = folder / SAFETENSORS_FILE
+        tensors = _read_safetensors(file)
+    elif (folder / BIN_FILE).exists():
+        file = folder / BIN_FILE
+        tensors = _read_bin(file)
+    else:
+        raise AdapterFormatError(f"{str(folder)!r} has neither {SAFETENSORS_FILE} nor {BIN_FILE}")
+    if not tensors:
+        raise AdapterFormatError(f"{file} holds no tensors")
+    for name, tensor in tensors.items():
+        _check_tensor(file, name, tensor)
+    return tensors
+
+
+def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as content:
+            # Cloned: the tensors must outlive any change of the mapped file.
+            return {name: content.get_tensor(name).clone() for name in content.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
+        raise AdapterFormatError(f"{file} is not a readable safetensors file: {_first_line(error)}") from error
+
+
+def _read_bin(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        _refuse_compressed(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle makes torch's reader fail in any way there is
+        raise AdapterFormatError(f"{file} is not a readable torch weights file: {_first_line(error)}") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise AdapterFormatError(f"{file} must hold a dictionary of named tensors")
+    return {name: _plain_tensor(file, name, value) for name, value in content.items()}
+
+
+def _refuse_compressed(file: Path) -> None:
+    """torch stores without compression; a compressed archive is a way to claim far more memory than disk."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed, which torch never writes")
+
+
+def _plain_tensor(file: Path, name: str, value: Any) -> torch.Tensor:
+    """A dense CPU tensor that owns all its values (a stride of 0 may claim any size)."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        raise AdapterFormatError(f"{file}: {name[:200]!r} is not a dense tensor")
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise AdapterFormatError(f"{file}: {name[:200]!r} claims more values than the file holds")
+    return value.detach().contiguous()
+
+
+def _check_tensor(file: Path, name: str, tensor: torch.Tensor) -> None:
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise AdapterFormatError(f"{file}: the tensor name {name[:80]!r}… is not a module path")
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise AdapterFormatError(f"{file}: {name!r} is {tensor.dtype}; adapters are float32, float16 or bfloat16")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,103 @@
+"""`polylens inspect`: what is in an adapter, and whether it fits a model."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polylens.cli.options import JsonOption, TrustOption
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from polylens.adapters.describe import AdapterDescription
+    from polylens.core import ModelLayers
+
+
+def inspect(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A PEFT LoRA adapter: a local folder or a hub id.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="The base model to check it against. Its weights are not read."),
+    ] = None,
+    json_output: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Show an adapter's options, ranks, sizes and digests, and what of it would be refused and why.
+
+    With --model: which modules match and to which part of the model they belong. Exit code 1 if the adapter
+    would be refused, 2 if there is nothing to show (no such folder, broken files).
+    """
+    from polylens.adapters.describe import describe_adapter
+
+    described = describe_adapter(adapter, _layers(model, trust_remote_code))
+    if json_output:
+        typer.echo(json.dumps(described.to_json(), ensure_ascii=False, default=list))
+    else:
+        typer.echo("\n".join(_lines(described)))
+    if described.loads is False:
+        raise typer.Exit(1)
+
+
+def _layers(model: str | None, trust_remote_code: bool) -> ModelLayers | None:
+    if model is None:
+        return None
+    from polylens.models.outline import outline_model
+
+    return outline_model(model, trust_remote_code=trust_remote_code)
+
+
+def _lines(described: AdapterDescription) -> Iterator[str]:
+    yield f"adapter     {described.path}"
+    dtypes = ", ".join(described.dtypes)
+    yield f"tensors     {described.num_tensors} ({dtypes}), {described.num_parameters:,} parameters"
+    yield f"layers      {len(described.layers)}, ranks {_joined(described.ranks)}"
+    if described.options is not None:
+        yield from _option_lines(described)
+    if described.components is not None:
+        yield f"model       {described.model_type}"
+        for component, part in described.components.items():
+            yield (
+                f"  {component:<16} {part.num_layers} layers, {part.num_parameters:,} parameters, "
+                f"rank {_joined(part.ranks)}, scaling {_joined(part.scalings)}"
+            )
+    if described.digests is not None:
+        yield f"digest      {described.digests.whole}"
+    if described.components is not None:
+        yield "modules"
+        yield from (f"  {layer.layer}  rank {layer.rank}" for layer in described.layers)
+    yield from (f"refused     {refusal.option}: {refusal.reason}" for refusal in described.refused)
+    yield from (f"problem     {problem}" for problem in described.problems)
+    yield from (f"warning     {warning}" for warning in described.warnings)
+    yield f"loads       {_VERDICTS[described.loads]}"
+
+
+_VERDICTS = {True: "yes", False: "no", None: "give --model to find out"}
+
+
+def _option_lines(described: AdapterDescription) -> Iterator[str]:
+    options = described.options
+    assert options is not None
+    shown = [f"r={options.rank}", f"lora_alpha={options.alpha:g}"]
+    shown += ["use_rslora"] if options.use_rslora else []
+    shown += ["fan_in_fan_out"] if options.fan_in_fan_out else []
+    shown += [f"rank_pattern of {len(options.rank_pattern)}"] if options.rank_pattern else []
+    shown += [f"alpha_pattern of {len(options.alpha_pattern)}"] if options.alpha_pattern else []
+    yield f"options     {', '.join(shown)}"
+    yield f"targets     {_targets(options.target_modules)}"
+    if options.base_model:
+        yield f"base model  {options.base_model} (as trained)"
+    if options.peft_version:
+        yield f"peft        {options.peft_version}"
+
+
+def _targets(targets: Any) -> str:
+    if targets is None:
+        return "not given"
+    return targets if isinstance(targets, str) else ", ".join(targets)
+
+
+def _joined(values: Any) -> str:
+    return ", ".join(f"{value:g}" for value in values) or "none"

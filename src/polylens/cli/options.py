@@ -1,0 +1,153 @@
+"""Options that several commands share, and the reading of `--adapter`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polylens.errors import AdapterFormatError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from polylens.engine.llm import LLM
+
+BASE_NAME = "base"
+"""What commands call the model without an adapter; no adapter may take this name."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class DType(StrEnum):
+    """The number format weights are loaded in and computed with."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The base model: a local folder, or a Hugging Face hub id.")
+]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="[NAME=]PATH",
+        help="A PEFT LoRA adapter: a local folder, or a hub id. Repeat for more adapters. "
+        "Without NAME= it is named after its folder.",
+    ),
+]
+DTypeOption = Annotated[
+    DType, typer.Option("--dtype", help="Number format of the weights; auto: as the model's config says.")
+]
+DeviceOption = Annotated[str, typer.Option("--device", metavar="DEVICE", help="Where to run: cpu, cuda, cuda:1, …")]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Allow Python code that comes with the model's files (never with an adapter's)."
+    ),
+]
+MaxModelLenOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        min=1,
+        metavar="TOKENS",
+        help="Most tokens of prompt plus answer, if fewer than the model takes.",
+    ),
+]
+KvBytesOption = Annotated[
+    int | None,
+    typer.Option("--kv-bytes", min=1, metavar="BYTES", help="Memory for the KV cache, in bytes; 1 GiB if not given."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def parse_adapters(values: Iterable[str] | None) -> dict[str, str]:
+    """Read `--adapter` values into {name: path}, in order.
+
+    Raises AdapterFormatError for an empty part, a reserved or repeated name, or a path that is neither a
+    folder nor looks like a hub id: before the model is loaded, which can take minutes.
+    """
+    adapters: dict[str, str] = {}
+    for value in values or ():
+        name, path = _split(value)
+        if name == BASE_NAME:
+            raise AdapterFormatError(f"--adapter {value}: {BASE_NAME!r} means no adapter; give this one another name")
+        if name in adapters:
+            raise AdapterFormatError(
+                f"--adapter {value}: the name {name!r} is given twice; tell them apart with NAME=PATH"
+            )
+        adapters[name] = _checked(path, value)
+    return adapters
+
+
+def _split(value: str) -> tuple[str, str]:
+    """Split `NAME=PATH`; a bare path is named after its folder. An "=" behind a slash belongs to the path."""
+    head, equals, tail = value.partition("=")
+    if equals and "/" not in head:
+        name, path = head, tail
+    else:
+        name, path = Path(value).resolve().name, value
+    if not name or not path:
+        raise AdapterFormatError(f"--adapter {value!r}: expected NAME=PATH or PATH")
+    return name, path
+
+
+def _checked(path: str, value: str) -> str:
+    if Path(path).is_dir():
+        return path
+    if Path(path).exists():
+        raise AdapterFormatError(f"--adapter {value}: {path} is a file; give the folder with adapter_config.json")
+    if not _HUB_ID.fullmatch(path):
+        raise AdapterFormatError(f"--adapter {value}: no such folder: {path}")
+    return path
+
+
+def check_use(name: str | None, adapters: dict[str, str]) -> str | None:
+    """The adapter a request shall use: None for the base model. Raises UnknownAdapterError."""
+    from polylens.errors import UnknownAdapterError
+
+    if name is None or name == BASE_NAME:
+        return None
+    if name not in adapters:
+        raise UnknownAdapterError(name, tuple(adapters))
+    return name
+
+
+def open_llm(
+    model: str,
+    adapters: dict[str, str],
+    *,
+    dtype: DType,
+    device: str,
+    trust_remote_code: bool,
+    max_model_len: int | None,
+    kv_bytes: int | None,
+    show_progress: bool | None = None,
+) -> LLM:
+    """Load the model and its adapters as the shared options say. Progress is shown where a person looks on."""
+    from polylens import LLM
+
+    config: dict[str, Any] = {"trust_remote_code": trust_remote_code, "max_model_len": max_model_len}
+    if kv_bytes is not None:
+        config["kv_bytes"] = kv_bytes
+    config["show_progress"] = sys.stderr.isatty() if show_progress is None else show_progress
+    return LLM(model, adapters=adapters, dtype=dtype.value, device=device, **config)
+
+
+def read_text_file(path: Path, what: str) -> str:
+    """The text of a file the user named. Raises RequestError, naming `what` it was to be."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{what} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise RequestError(f"cannot read {what} {path}: {error.strerror or error}") from error

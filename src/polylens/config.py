@@ -1,0 +1,63 @@
+"""Frozen configuration values. Every limit is a named constant with its reason, or a field here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ApplyMode = Literal["auto", "factored", "fused"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+MIB = 1 << 20
+
+DEFAULT_PAGE_TOKENS = 16
+"""Tokens a KV page holds: small pages waste little at a sequence's end and share prefixes finely."""
+
+MAX_IMAGE_PIXELS = 64 * 1024 * 1024
+"""Largest picture decoded (pixels). Far above any processor's input size, far below a decompression bomb."""
+
+MAX_VIDEO_FRAMES = 768
+"""Most frames decoded from one video: the Qwen processors' own upper bound."""
+
+MIN_VIDEO_FRAMES = 4
+"""Fewest frames taken from a video file that has as many: the Qwen processors' own lower bound."""
+
+VIDEO_FPS = 2.0
+"""Frames a second taken from a video file unless the request says otherwise: the Qwen processors' own default."""
+
+MAX_VIDEO_PIXELS = 256 * 1024 * 1024
+"""Most pixels (all frames together) kept of one video file; larger frames are scaled down while decoding. It is
+768 MiB of RGB, and three times what the Qwen processors' own token budget lets through."""
+
+MAX_SOURCE_FRAMES = 30 * 60 * 60
+"""Longest video file read, in frames (an hour at 30 a second): frames must be decoded one after the other."""
+
+NUM_SAMPLED_FRAMES = 8
+"""Pictures a video becomes for a family that takes no videos; as many as fit the context of small models."""
+
+PROCESSED_ITEMS_BYTES = 256 * MIB
+"""Processed pictures and videos kept for requests that repeat them (pixels as the encoder takes them)."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine loads and runs a model. Sizes in bytes, rows or tokens as the names say."""
+
+    dtype: DTypeName = "auto"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    apply_mode: ApplyMode = "auto"
+    """Force how deltas are applied (tests); "auto" lets the cost model choose."""
+    max_model_len: int | None = None
+    """Most tokens of prompt plus answer; None: the model's own context length."""
+    page_tokens: int = DEFAULT_PAGE_TOKENS
+    kv_bytes: int = 1024 * MIB
+    vision_cache_bytes: int = 256 * MIB
+    max_step_tokens: int = 2048
+    """Tokens (prefill chunks plus decodes) in one text step."""
+    max_running: int = 64
+    """Sequences decoded together in one step."""
+    max_encoder_rows: int = 16384
+    """Input rows (patches, or tile tokens) of one encoder batch; a larger item runs alone."""
+    prefix_cache: bool = True
+    show_progress: bool = False

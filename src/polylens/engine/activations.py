@@ -1,0 +1,88 @@
+"""Record what adapted layers put out: in a mixed batch for one adapter's rows, in a merged model for all rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from polylens.core import LayerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from polylens.core import Adapter, LayerSpec
+    from polylens.engine.llm import LLM
+    from polylens.lora.routing import DeltaRows
+    from polylens.models.row_rules import RowRule
+
+Recorded = dict[str, list[torch.Tensor]]
+"""Layer name -> output rows of each call, (n, out) on the CPU, in call order."""
+
+
+@contextmanager
+def record_adapter_rows(llm: LLM, adapter: Adapter) -> Iterator[Recorded]:
+    """Record, for every layer the adapter changes, the output rows that are the adapter's own.
+
+    Which rows those are is what the engine decides when the layer runs; whether it decided right is what a
+    comparison with the merged model shows.
+    """
+    context = llm.engine._context
+    ask = context.delta_rows
+    asked: dict[str, tuple[DeltaRows, ...]] = {}
+
+    def remember(spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]:
+        asked[spec.name] = ask(spec, rule, num_rows)
+        return asked[spec.name]
+
+    def own_rows(layer: str, output_no: torch.Tensor) -> list[torch.Tensor]:
+        wanted = adapter.deltas[layer]
+        return [output_no[rows.start : rows.stop] for rows in asked.pop(layer, ()) if rows.delta is wanted]
+
+    context.delta_rows = remember  # taken back below
+    try:
+        with _record(llm, list(adapter.deltas), own_rows) as recorded:
+            yield recorded
+    finally:
+        del context.delta_rows
+
+
+@contextmanager
+def record_all_rows(llm: LLM, layers: Sequence[str]) -> Iterator[Recorded]:
+    """Record every output row of these layers."""
+    with _record(llm, layers, lambda _layer, output_no: [output_no]) as recorded:
+        yield recorded
+
+
+@contextmanager
+def _record(
+    llm: LLM, layers: Sequence[str], choose: Callable[[str, torch.Tensor], list[torch.Tensor]]
+) -> Iterator[Recorded]:
+    recorded: Recorded = defaultdict(list)
+    specs = llm.loaded.layers.specs
+
+    def hook_for(layer: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
+        def hook(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+            rows_no = output.detach().reshape(-1, output.shape[-1])
+            recorded[layer] += [rows.to("cpu", copy=True) for rows in choose(layer, rows_no)]
+
+        return hook
+
+    handles = [
+        llm.loaded.model.get_submodule(_module_of(specs[layer])).register_forward_hook(hook_for(layer))
+        for layer in layers
+    ]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _module_of(spec: LayerSpec) -> str:
+    """The module whose output is the layer's: for a bare parameter, the module that multiplies with it."""
+    return spec.name.rpartition(".")[0] if spec.kind is LayerKind.MATMUL else spec.name

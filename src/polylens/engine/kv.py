@@ -1,0 +1,88 @@
+"""Key/value storage: one pair of tensors a layer, addressed by slot (page id x page size + offset)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from polylens.models.attention import RaggedBatch, SequenceRows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from polylens.models.text import TextRunner
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Shape of one layer's cache for one token: (heads, width) of keys and of values."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+    @property
+    def num_elements(self) -> int:
+        return self.key[0] * self.key[1] + self.value[0] * self.value[1]
+
+
+class PagedKV:
+    """The store `ragged_attention` reads and writes. Pages are the allocator's business, slots are ours."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerKV],
+        *,
+        num_pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_tokens = page_tokens
+        slots = num_pages * page_tokens
+        self._keys = {i: torch.zeros(slots, *kv.key, dtype=dtype, device=device) for i, kv in layers.items()}
+        self._values = {i: torch.zeros(slots, *kv.value, dtype=dtype, device=device) for i, kv in layers.items()}
+
+    def write(self, layer: int, slots_t: torch.Tensor, k_tge: torch.Tensor, v_tge: torch.Tensor) -> None:
+        self._keys[layer][slots_t] = k_tge
+        self._values[layer][slots_t] = v_tge
+
+    def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys[layer][slots_c], self._values[layer][slots_c]
+
+    def slots(self, page_table: list[int], start: int, stop: int) -> torch.Tensor:
+        """Slots of a sequence's tokens [start, stop), (stop - start,)."""
+        positions = torch.arange(start, stop)
+        pages = torch.tensor(page_table)
+        return pages[positions // self.page_tokens] * self.page_tokens + positions % self.page_tokens
+
+
+class _ShapeRecorder:
+    """A store that only notes the shapes the layers write."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerKV] = {}
+
+    def write(self, layer: int, slots_t: torch.Tensor, k_tge: torch.Tensor, v_tge: torch.Tensor) -> None:
+        self.layers[layer] = LayerKV((k_tge.shape[1], k_tge.shape[2]), (v_tge.shape[1], v_tge.shape[2]))
+
+    def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("a one-token sequence has no context to read")
+
+
+def measure_kv(text: TextRunner, position_rows: int) -> dict[int, LayerKV]:
+    """Learn every layer's cache shape by running one token: heads and widths may differ from layer to layer.
+
+    position_rows: 3 for multimodal rotary positions, else 1.
+    """
+    recorder = _ShapeRecorder()
+    slot = torch.zeros(1, dtype=torch.long)
+    batch = RaggedBatch([SequenceRows(0, 1, slot)], slot, recorder)
+    x_td = text.embed(torch.zeros(1, dtype=torch.long, device=text.device), None)
+    text.forward(x_td, torch.zeros(position_rows, 1, dtype=torch.long, device=text.device), batch, None)
+    return recorder.layers
+
+
+def bytes_per_token(layers: Mapping[int, LayerKV], dtype: torch.dtype) -> int:
+    return sum(kv.num_elements for kv in layers.values()) * dtype.itemsize

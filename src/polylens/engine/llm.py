@@ -1,0 +1,197 @@
+"""The Python API: one model, many adapters, mixed in one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from polylens.config import EngineConfig
+from polylens.core import ChatRequest, Completion, SamplingParams
+from polylens.engine.engine import Engine
+from polylens.errors import PolylensError
+from polylens.models.loading import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from polylens.adapters.load import LoadReport
+    from polylens.adapters.registry import AdapterRegistry
+    from polylens.core import CompletionDelta
+
+
+class LLM:
+    """A vision-language model with LoRA adapters, each request naming its own.
+
+    model: a local folder or a hub id. adapters: name -> folder or hub id of a PEFT LoRA.
+    Further keyword arguments are fields of `EngineConfig` (dtype, device, kv_bytes, …).
+
+        llm = LLM("Qwen/Qwen2.5-VL-3B-Instruct", adapters={"gauges": "./gauges-lora"})
+        answer = llm.chat([{"role": "user", "content": [
+            {"type": "image", "image": "gauge.png"},
+            {"type": "text", "text": "What does it read?"}]}], adapter="gauges")
+        print(answer.text)
+
+    Raises ModelLoadError or AdapterError, and then nothing is loaded. Not thread-safe: one thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        adapters: Mapping[str, str | Path] | None = None,
+        *,
+        config: EngineConfig | None = None,
+        **overrides: Any,
+    ) -> None:
+        config = dataclasses.replace(config or EngineConfig(), **overrides)
+        self._start(load_model(model, config), config, adapters)
+
+    @classmethod
+    def from_loaded(
+        cls,
+        loaded: LoadedModel,
+        adapters: Mapping[str, str | Path] | None = None,
+        *,
+        config: EngineConfig | None = None,
+    ) -> LLM:
+        """An engine over a model that is in memory already (see `polylens.models.loading.prepare_model`)."""
+        llm = cls.__new__(cls)
+        llm._start(loaded, config or EngineConfig(), adapters)
+        return llm
+
+    def _start(
+        self, loaded: LoadedModel, config: EngineConfig, adapters: Mapping[str, str | Path] | None
+    ) -> None:
+        self.config = config
+        self.engine = Engine(loaded, config)
+        for name, path in (adapters or {}).items():
+            self.load_adapter(name, path)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self.engine.loaded
+
+    @property
+    def registry(self) -> AdapterRegistry:
+        return self.engine.registry
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the loaded adapters."""
+        return list(self.registry.names())
+
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> LoadReport:
+        """Load a PEFT LoRA under `name`.
+
+        The same name and content again changes nothing. Other content is refused (AdapterConflictError)
+        unless `replace`, and then counts for requests that start later; running ones keep the old one.
+        """
+        return self.engine.load_adapter(name, path, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; its memory is freed when the last request that uses it ends."""
+        self.registry.unload(name)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        adapter: str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Completion:
+        """Answer one conversation. Raises RequestError (or UnknownAdapterError) for a request that is wrong."""
+        answer = self.generate([ChatRequest(messages, adapter, sampling or SamplingParams())])[0]
+        assert isinstance(answer, Completion)
+        return answer
+
+    def generate(
+        self,
+        requests: Sequence[ChatRequest],
+        *,
+        on_error: Literal["raise", "return"] = "raise",
+        progress: bool = False,
+    ) -> list[Completion | PolylensError]:
+        """Answer many requests in one mixed, continuous batch; answers come in the order of the requests.
+
+        on_error: "raise" ends everything at the first wrong request; "return" puts its error in its place.
+        """
+        answers: dict[str, Completion | PolylensError] = {}
+        order: list[str | PolylensError] = []
+        with self._own_requests() as own, _progress(len(requests), progress) as advance:
+            for request in requests:
+                try:
+                    order.append(self.engine.add_request(request))
+                    own.append(order[-1])
+                except PolylensError as error:
+                    if on_error == "raise":
+                        raise
+                    order.append(error)
+                    advance()
+            while self.engine.has_unfinished():
+                for output in self.engine.step():
+                    if output.error is not None and on_error == "raise":
+                        raise output.error
+                    ended = output.error or (output.delta and output.delta.completion)
+                    if ended:
+                        answers[output.request_id] = ended
+                        advance()
+        return [answers[entry] if isinstance(entry, str) else entry for entry in order]
+
+    def stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        adapter: str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Iterator[CompletionDelta]:
+        """Answer one conversation piece by piece; the last piece carries the whole `Completion`.
+
+        Closing the iterator early aborts the request.
+        """
+        with self._own_requests() as own:
+            own.append(self.engine.add_request(ChatRequest(messages, adapter, sampling or SamplingParams())))
+            while self.engine.has_unfinished():
+                for output in self.engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    if output.delta is not None:
+                        yield output.delta
+
+    def check_integrity(self) -> None:
+        """Raise if pages, leases or caches are not what the running requests explain (none after `generate`)."""
+        self.engine.check_integrity()
+
+    def close(self) -> None:
+        """Abort what runs and restore the wrapped layers; the LLM cannot be used afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _own_requests(self) -> Iterator[list[Any]]:
+        """Whatever ends the block, none of its requests stays behind in the engine."""
+        own: list[Any] = []
+        try:
+            yield own
+        finally:
+            for request_id in own:
+                self.engine.abort(request_id)
+
+
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error; gives the function that counts one request as done."""
+    if not show:
+        yield lambda: None
+        return
+    from rich.console import Console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,88 @@
+"""Turn a step plan into one call of the text model: rows, positions, slots, adapters, and back to logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from polylens.errors import InternalError
+from polylens.lora.routing import segments
+from polylens.models.attention import RaggedBatch, SequenceRows
+from polylens.models.text import MediaRows, TextRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from polylens.engine.kv import PagedKV
+    from polylens.engine.scheduler import StepEntry
+    from polylens.lora.context import RoutingContext
+    from polylens.models.encoder import ItemFeatures
+
+
+class Runner:
+    """Runs the text model over the entries of a step (prefill chunks and decodes mixed)."""
+
+    def __init__(self, text: TextRunner, kv: PagedKV, context: RoutingContext) -> None:
+        self._text = text
+        self._kv = kv
+        self._context = context
+
+    def run(self, entries: Sequence[StepEntry], features: Mapping[str, ItemFeatures]) -> torch.Tensor:
+        """Compute the entries; returns (s, vocab) float32 logits of those that reach their sequence's end.
+
+        features: by vision key, for every media token within the entries.
+        """
+        device = self._text.device
+        media = _media_rows(entries, features)
+        ids_t = torch.tensor([token for entry in entries for token in entry.token_ids], device=device)
+        positions = torch.cat([_positions(e) for e in entries], dim=1).to(device)
+        batch = self._ragged_batch(entries)
+        ends = [rows.stop - 1 for rows, entry in zip(batch.sequences, entries, strict=True) if entry.samples]
+        token_segments = segments([entry.num_tokens for entry in entries], [entry.seq.adapter for entry in entries])
+        head_segments = segments([1] * len(ends), [entry.seq.adapter for entry in entries if entry.samples])
+        with self._context.text(token_segments, head_segments):
+            hidden_td = self._text.forward(self._text.embed(ids_t, media), positions, batch, media)
+            return self._text.logits(hidden_td[torch.tensor(ends, dtype=torch.long, device=device)])
+
+    def _ragged_batch(self, entries: Sequence[StepEntry]) -> RaggedBatch:
+        rows, writes, start_row = [], [], 0
+        for entry in entries:
+            slots_c = self._kv.slots(entry.seq.page_table, 0, entry.stop)
+            stop_row = start_row + entry.num_tokens
+            rows.append(SequenceRows(start_row, stop_row, slots_c, entry.seq.bidirectional_spans))
+            writes.append(slots_c[entry.start :])
+            start_row = stop_row
+        return RaggedBatch(rows, torch.cat(writes), self._kv)
+
+
+def _positions(entry: StepEntry) -> torch.Tensor:
+    """Rotary positions of the entry's tokens, (3 or 1, n): the prompt's as given, then index + delta."""
+    seq = entry.seq
+    if seq.positions is None:
+        raise InternalError(f"{seq.request_id}: has no positions")
+    known = seq.positions[:, entry.start : entry.stop]
+    if known.shape[1] == entry.num_tokens:
+        return known
+    after = torch.arange(entry.start + known.shape[1], entry.stop) + seq.position_delta
+    return torch.cat([known, after.expand(known.shape[0], -1)], dim=1)
+
+
+def _media_rows(entries: Sequence[StepEntry], features: Mapping[str, ItemFeatures]) -> MediaRows | None:
+    """Which rows of the step receive which feature rows, in row order."""
+    rows: list[torch.Tensor] = []
+    parts: list[tuple[ItemFeatures, slice]] = []
+    first_row = 0
+    for entry in entries:
+        for span in entry.media:
+            rows.append(torch.arange(span.start, span.stop) + first_row - entry.start)
+            parts.append((features[span.vision_key], slice(span.offset_in_item, span.offset_in_item + span.length)))
+        first_row += entry.num_tokens
+    if not rows:
+        return None
+    num_levels = len(parts[0][0].deepstack)
+    return MediaRows(
+        rows_t=torch.cat(rows),
+        features_td=torch.cat([item.rows[cut] for item, cut in parts]),
+        deepstack=tuple(torch.cat([item.deepstack[level][cut] for item, cut in parts]) for level in range(num_levels)),
+    )

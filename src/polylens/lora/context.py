@@ -1,0 +1,206 @@
+"""The routing context: what wrapped layers ask, before they compute, whose their rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from polylens.core import Adapter, Component, LayerSpec
+from polylens.errors import InternalError, RowRuleError
+from polylens.lora.routing import DeltaRows, Segment, Segments, check_cover, delta_rows, distinct, num_rows, segments
+from polylens.models.row_rules import ItemSize, RowRule, rows_per_item
+
+
+class _Routing(Protocol):
+    """How the rows of one forward are owned."""
+
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]: ...
+
+    def has_delta(self, layer: str) -> bool: ...
+
+
+class RoutingContext:
+    """Says which deltas a layer adds to which of its rows, for the forward that runs now.
+
+    The engine opens `text` or `encoder` around a forward; outside of both, and inside when no adapter is
+    in the batch, the context is not active and layers run as the base model's. One context serves one
+    engine thread: it holds the state of the forward that runs now and takes no lock.
+
+    head_layer: name of the language layer that sees its own list of rows (`lm_head`: only rows that
+    need logits); None when there is no such layer.
+    """
+
+    def __init__(self, head_layer: str | None = None) -> None:
+        self._head_layer = head_layer
+        self._per_call_layers: set[str] = set()
+        self._open = False
+        self._routing: _Routing | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a forward with at least one adapter runs now."""
+        return self._routing is not None
+
+    def watch_calls(self, layer: str) -> None:
+        """Declare a PER_CALL layer: an encoder forward that calls it too seldom is then an error."""
+        self._per_call_layers.add(layer)
+
+    def forget_calls(self, layer: str) -> None:
+        """Take back `watch_calls`."""
+        self._per_call_layers.discard(layer)
+
+    @contextmanager
+    def text(self, token_segments: Sequence[Segment], head_segments: Sequence[Segment] | None = None) -> Iterator[None]:
+        """Route a text forward: language layers see the tokens' rows, the head layer its own.
+
+        Both are as `routing.segments` makes them, base rows included. head_segments None: the head layer
+        sees the tokens' rows too.
+        """
+        head = token_segments if head_segments is None else head_segments
+        check_cover(token_segments)
+        check_cover(head)
+        has_adapter = any(segment.adapter is not None for segment in (*token_segments, *head))
+        routing = _TextRouting(tuple(token_segments), tuple(head), self._head_layer) if has_adapter else None
+        with self._entered(routing):
+            yield
+
+    @contextmanager
+    def encoder(self, sizes: Sequence[ItemSize], adapters: Sequence[Adapter | None]) -> Iterator[None]:
+        """Route an encoder forward over items of these sizes, item k with `adapters[k]`, in batch order.
+
+        Raises RowRuleError on leaving when a PER_CALL layer with an active delta was called fewer times
+        than there are items: the features must then not be used.
+        """
+        if len(sizes) != len(adapters):
+            raise InternalError(f"{len(sizes)} item sizes for {len(adapters)} adapters")
+        if all(adapter is None for adapter in adapters):
+            with self._entered(None):
+                yield
+            return
+        routing = _EncoderRouting(tuple(sizes), tuple(adapters))
+        with self._entered(routing):
+            yield
+            routing.check_calls(self._per_call_layers)
+
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]:
+        """The deltas to add to a call of this layer with `num_rows` rows, and their rows.
+
+        Empty when no adapter of the batch touches the layer. Raises RowRuleError when the rows cannot be
+        assigned: the caller asks before it computes, so no result with wrong rows exists.
+        """
+        if self._routing is None:
+            return ()
+        return self._routing.delta_rows(spec, rule, num_rows)
+
+    def has_delta(self, layer: str) -> bool:
+        """Whether an adapter of the forward that runs now has a delta for this layer."""
+        return self._routing is not None and self._routing.has_delta(layer)
+
+    @contextmanager
+    def _entered(self, routing: _Routing | None) -> Iterator[None]:
+        if self._open:
+            raise InternalError("a routing context was opened inside another one")
+        self._open = True
+        self._routing = routing
+        try:
+            yield
+        finally:
+            # Also drops the references to the adapters, whose memory an unload expects to get back.
+            self._routing = None
+            self._open = False
+
+
+class _TextRouting:
+    """Rows are tokens of sequences, the same ones for every language layer but the head."""
+
+    def __init__(self, tokens: Segments, head: Segments, head_layer: str | None) -> None:
+        self._tokens = tokens
+        self._head = head
+        self._head_layer = head_layer
+
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]:
+        routed = self._segments_of(spec.name)
+        found = delta_rows(routed, spec.name)
+        if found:
+            _check_text_call(spec, num_rows, routed)
+        return found
+
+    def has_delta(self, layer: str) -> bool:
+        return bool(delta_rows(self._segments_of(layer), layer))
+
+    def _segments_of(self, layer: str) -> Segments:
+        return self._head if layer == self._head_layer else self._tokens
+
+
+def _check_text_call(spec: LayerSpec, rows: int, routed: Segments) -> None:
+    if spec.component is not Component.LANGUAGE_MODEL:
+        raise RowRuleError(f"layer {spec.name}: a layer of the {spec.component.value} was called in a text step")
+    if rows != num_rows(routed):
+        raise RowRuleError(
+            f"layer {spec.name}: called with {rows} rows in a text step that gives it {num_rows(routed)} rows"
+        )
+
+
+class _EncoderRouting:
+    """Rows belong to media items, divided by each layer's row rule."""
+
+    def __init__(self, sizes: tuple[ItemSize, ...], adapters: tuple[Adapter | None, ...]) -> None:
+        self._sizes = sizes
+        self._adapters = adapters
+        self._distinct = distinct(adapters)
+        self._divided: dict[tuple[RowRule, int], Segments] = {}
+        self._calls: dict[str, int] = {}
+
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]:
+        if rule is RowRule.NO_EFFECT or not self.has_delta(spec.name):
+            return ()
+        if spec.component is Component.LANGUAGE_MODEL:
+            raise RowRuleError(f"layer {spec.name}: a layer of the language model was called in an encoder step")
+        return delta_rows(self._segments_of(spec.name, rule, num_rows), spec.name)
+
+    def has_delta(self, layer: str) -> bool:
+        return any(adapter is not None and layer in adapter.deltas for adapter in self._distinct)
+
+    def check_calls(self, per_call_layers: set[str]) -> None:
+        """Raise RowRuleError if a watched layer with a delta saw fewer calls than there are items."""
+        for layer in sorted(per_call_layers):
+            calls = self._calls.get(layer, 0)
+            if calls < len(self._sizes) and self.has_delta(layer):
+                raise RowRuleError(
+                    f"layer {layer}: called {calls} times for {len(self._sizes)} items (row rule 'per_call')"
+                )
+
+    def _segments_of(self, layer: str, rule: RowRule, rows: int) -> Segments:
+        if rule is RowRule.UNPROVEN:
+            return self._undivided(layer, rows)
+        if rule is RowRule.PER_CALL:
+            return self._divide(rule, rows, self._count_call(layer), layer)
+        # Layers of equal rule and row count share one answer: a tower has hundreds of layers and few answers.
+        key = (rule, rows)
+        found = self._divided.get(key)
+        if found is None:
+            found = self._divided[key] = self._divide(rule, rows, 0, layer)
+        return found
+
+    def _divide(self, rule: RowRule, rows: int, call_index: int, layer: str) -> Segments:
+        counts = rows_per_item(rule, self._sizes, rows, call_index=call_index, layer=layer)
+        return segments(counts, self._adapters)
+
+    def _count_call(self, layer: str) -> int:
+        index = self._calls.get(layer, 0)
+        if index >= len(self._sizes):
+            raise RowRuleError(
+                f"layer {layer}: call number {index + 1} in a batch of {len(self._sizes)} items (row rule 'per_call')"
+            )
+        self._calls[layer] = index + 1
+        return index
+
+    def _undivided(self, layer: str, rows: int) -> Segments:
+        """All rows to the one adapter of the batch: right whatever the rule, so none needs to be proven."""
+        if len(self._distinct) > 1:
+            raise RowRuleError(
+                f"layer {layer}: it has no proven row rule, so a batch must not mix adapters in it "
+                f"({len(self._distinct)} given); run the encoder with one adapter at a time"
+            )
+        return segments([rows], self._distinct)

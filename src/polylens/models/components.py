@@ -1,0 +1,104 @@
+"""Which layer of a loaded model belongs to which component, and under which names adapters may know it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from polylens.core import Component, LayerKind, LayerSpec, ModelLayers
+from polylens.models.families import notes_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedModel
+
+# A merger inside the tower module is the connector: it maps patches to the text model's width
+# (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample).
+_CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample)(?:\.|$)")
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """The decoder without its head."""
+    decoder = model.get_decoder()
+    return decoder.model if type(decoder).__name__.endswith("ForCausalLM") else decoder
+
+
+def module_path(model: nn.Module, wanted: nn.Module) -> str:
+    """The dotted path of `wanted` inside `model`."""
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def model_layers(model: PreTrainedModel) -> ModelLayers:
+    """Find every layer of `model` an adapter may change.
+
+    Linear layers are found by type, bare parameters by the family's notes. Everything else that has
+    parameters is listed in `other_modules`, so that a refusal can say what a tensor's module is.
+    """
+    locate = _component_finder(model)
+    specs = {spec.name: spec for spec in _layer_specs(model, locate)}
+    others = {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if name not in specs and next(module.parameters(recurse=False), None) is not None
+    }
+    return ModelLayers(
+        specs=specs,
+        rename=_renamer(model),
+        model_type=model.config.model_type,
+        model_class=type(model).__name__,
+        num_text_layers=model.config.get_text_config().num_hidden_layers,
+        other_modules=others,
+    )
+
+
+def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> Iterator[LayerSpec]:
+    matmul_parameters = notes_for(model.config.model_type).matmul_parameters
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield LayerSpec(name, locate(name), LayerKind.LINEAR, module.in_features, module.out_features)
+            continue
+        for param_name, param in module.named_parameters(recurse=False):
+            if param_name in matmul_parameters:
+                path = f"{name}.{param_name}"
+                yield LayerSpec(path, locate(path), LayerKind.MATMUL, param.shape[0], param.shape[1])
+
+
+def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
+    tower = module_path(model, model.get_encoder(modality="image"))
+    text = module_path(model, text_model(model))
+    head = module_path(model, model.get_output_embeddings())
+
+    def locate(name: str) -> Component:
+        if name == head or name.startswith(f"{text}."):
+            return Component.LANGUAGE_MODEL
+        if name.startswith(f"{tower}.") and not _CONNECTOR_IN_TOWER.match(name.removeprefix(f"{tower}.")):
+            return Component.VISION_TOWER
+        return Component.CONNECTOR
+
+    return locate
+
+
+def _renamer(model: PreTrainedModel) -> Callable[[str], str]:
+    """transformers' own checkpoint renaming, applied to a module path.
+
+    The tables are those `from_pretrained` uses for old checkpoints (`transformers.conversion_mapping`);
+    they work on parameter names, so a `.weight` is added and taken off again.
+    """
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    names = dict.fromkeys(model.state_dict())
+    prefix = model.base_model_prefix
+
+    @lru_cache(maxsize=None)
+    def rename(path: str) -> str:
+        new, _ = rename_source_key(f"{path}.weight", renamings, converters, prefix, names)
+        return new.removesuffix(".weight")
+
+    return rename

@@ -1,0 +1,73 @@
+"""Run the vision encoder (tower and connector) on a batch of media items of any requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from polylens.core import MediaKind
+from polylens.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from polylens.models.processing import ProcessedItem
+
+
+@dataclass(frozen=True, eq=False)
+class ItemFeatures:
+    """What the text model receives of one item.
+
+    rows: (n, d), one row for each of the item's media tokens. deepstack: further (n, d) features that the
+    first text layers add at the same tokens (Qwen3-VL); empty for most families.
+    """
+
+    rows: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.rows, *self.deepstack))
+
+
+def encode(inner: nn.Module, items: Sequence[ProcessedItem], *, dtype: torch.dtype) -> list[ItemFeatures]:
+    """Encode items of one kind in one call of transformers' own `get_image_features`/`get_video_features`.
+
+    `inner` is the model without its head. Items are concatenated along their first dimension, as the
+    processors pack several pictures. Raises InternalError when the encoder returns another number of rows
+    than the items have media tokens: features are never given to the wrong item.
+    """
+    kinds = {item.kind for item in items}
+    if len(kinds) != 1:
+        raise InternalError(f"an encoder batch must hold items of one kind, got {sorted(kinds)}")
+    device = next(inner.parameters()).device
+    batch = {name: tensor.to(device) for name, tensor in collate([item.tensors for item in items]).items()}
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    run = inner.get_image_features if kinds == {MediaKind.IMAGE} else inner.get_video_features
+    output = run(**batch, return_dict=True)
+    counts = [item.num_tokens for item in items]
+    rows = _split(_flatten(output.pooler_output), counts)
+    levels = [_split(_flatten(level), counts) for level in getattr(output, "deepstack_features", None) or ()]
+    return [ItemFeatures(rows[i], tuple(level[i] for level in levels)) for i in range(len(items))]
+
+
+def collate(tensors: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pack several items' processor outputs as one batch."""
+    return {name: torch.cat([item[name] for item in tensors]) for name in tensors[0]}
+
+
+def _flatten(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """All feature rows in item order, (rows, d), however the family groups them."""
+    if isinstance(features, torch.Tensor):
+        return features.reshape(-1, features.shape[-1])
+    return torch.cat([x.reshape(-1, x.shape[-1]) for x in features])
+
+
+def _split(rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    if rows.shape[0] != sum(counts):
+        raise InternalError(f"the encoder returned {rows.shape[0]} rows for {sum(counts)} media tokens")
+    return torch.split(rows, list(counts))

@@ -1,0 +1,224 @@
+"""Load a base model and its processor through transformers' Auto classes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from polylens.errors import ModelLoadError
+from polylens.models.attention import ATTENTION_NAME, register_attention
+from polylens.models.components import model_layers, module_path, text_model
+from polylens.models.families import FamilyNotes, notes_for
+from polylens.models.processing import Processing
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from polylens.config import EngineConfig
+    from polylens.core import ModelLayers
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MIN_TRANSFORMERS = (5, 24)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A base model ready to run: weights on `device` in `dtype`, layers named, processor wrapped."""
+
+    source: str
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    processing: Processing
+    layers: ModelLayers
+    notes: FamilyNotes
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+
+    @property
+    def text_model(self) -> nn.Module:
+        return text_model(self.model)
+
+    @property
+    def head(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    @property
+    def head_name(self) -> str:
+        return module_path(self.model, self.head)
+
+    @property
+    def inner(self) -> nn.Module:
+        """The module with `get_image_features` and `get_rope_index`: everything but the head."""
+        return self.model.model
+
+
+def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
+    """Load `source` (a local folder or a hub id).
+
+    Raises ModelLoadError: missing or broken files, not a vision-language model, quantised weights,
+    an unavailable device.
+    """
+    _check_transformers()
+    source = str(source)
+    _check_local(source)
+    device = _device(config.device)
+    with _loading_errors(source):
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    _check_config(hf_config, source)
+    dtype = _dtype(config.dtype, hf_config)
+    with _quiet(not config.show_progress), _loading_errors(source):
+        processor = AutoProcessor.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            source,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    _check_loading_report(report, source)
+    return prepare_model(model.to(device), processor, source=source, max_model_len=config.max_model_len)
+
+
+def prepare_model(
+    model: PreTrainedModel, processor: Any, *, source: str, max_model_len: int | None = None
+) -> LoadedModel:
+    """Make a model that is in memory ready to run (also used for merged models by `verify`)."""
+    register_attention()
+    model.eval().requires_grad_(False)
+    # Only the text model gets our attention; the tower keeps transformers' sdpa.
+    model.set_attn_implementation({"text_config": ATTENTION_NAME})
+    parameter = next(model.parameters())
+    return LoadedModel(
+        source=source,
+        model=model,
+        config=model.config,
+        processing=Processing(processor, model.config, model.generation_config),
+        layers=model_layers(model),
+        notes=notes_for(model.config.model_type),
+        device=parameter.device,
+        dtype=parameter.dtype,
+        max_model_len=_max_model_len(model.config, max_model_len),
+    )
+
+
+def _check_transformers() -> None:
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < _MIN_TRANSFORMERS:
+        needed = ".".join(map(str, _MIN_TRANSFORMERS))
+        raise ModelLoadError(f"polylens needs transformers >= {needed}, found {transformers.__version__}: upgrade it")
+
+
+def _check_local(source: str) -> None:
+    """Say early and plainly that a path is wrong: a hub look-up of it would fail obscurely."""
+    path = Path(source).expanduser()
+    looks_like_path = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
+    if looks_like_path and not path.exists():
+        raise ModelLoadError(f"model folder {source!r} does not exist")
+    if path.is_file():
+        raise ModelLoadError(f"model {source!r} is a file; give the folder that holds config.json")
+    if path.is_dir():
+        _check_config_file(path / "config.json", source)
+
+
+def _check_config_file(file: Path, source: str) -> None:
+    if not file.is_file():
+        raise ModelLoadError(f"model folder {source!r} has no config.json")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} must hold a JSON object")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelLoadError(f"device {name!r} cannot be used: {reason}") from error
+    return device
+
+
+def _check_config(config: PreTrainedConfig, source: str) -> None:
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not getattr(config, "auto_map", None):
+        raise ModelLoadError(
+            f"{source!r} is a {config.model_type!r} model; polylens serves vision-language models "
+            "(those of transformers' AutoModelForImageTextToText)"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelLoadError(
+            f"{source!r} is quantised; polylens needs 16- or 32-bit weights. A QLoRA adapter can be "
+            "served over the 16-bit base model, with slightly different results"
+        )
+
+
+def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    return getattr(config, "dtype", None) or config.get_text_config().dtype or torch.float32
+
+
+def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if wanted is None:
+        if limit is None:
+            raise ModelLoadError("the model's config names no context length; give max_model_len")
+        return limit
+    if wanted < 1 or (limit is not None and wanted > limit):
+        raise ModelLoadError(f"max_model_len {wanted} must be between 1 and the model's context length {limit}")
+    return wanted
+
+
+def _check_loading_report(report: dict[str, Any], source: str) -> None:
+    """transformers fills missing weights with random values and only logs it: that is refused here."""
+    missing = sorted(report.get("missing_keys", ()))
+    mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
+    if missing or mismatched:
+        shown = ", ".join((missing + mismatched)[:3])
+        raise ModelLoadError(
+            f"the weights of {source!r} are incomplete: {len(missing)} missing and {len(mismatched)} of another "
+            f"shape, e.g. {shown}"
+        )
+
+
+class _loading_errors:
+    """Turn what transformers, safetensors and the hub raise while loading into one clear line."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ModelLoadError):
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = lines[0] if lines else type(error).__name__
+            raise ModelLoadError(f"cannot load model {self.source!r}: {reason}") from error
+
+
+class _quiet:
+    """Silence transformers' weight-loading bar where no progress was asked for."""
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+
+    def __enter__(self) -> None:
+        self.was_enabled = transformers_logging.is_progress_bar_enabled()
+        if self.active:
+            transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.active and self.was_enabled:
+            transformers_logging.enable_progress_bar()

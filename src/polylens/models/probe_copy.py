@@ -1,0 +1,227 @@
+"""A small stand-in for a model's encoder, and how row rules found on it carry over.
+
+Row rules follow from the architecture, not from the weights. So the probe runs on a float32 copy made from the
+config alone, with random weights that let every layer be seen, and without a text model to speak of. Where the
+tower is big its blocks are cut to the few that can differ: the first, the last two, and those a config names
+by number (full-attention blocks, deepstack levels, feature layers).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from polylens.core import Component, ModelLayers
+from polylens.models.components import model_layers
+from polylens.models.probe import ProbeResult
+from polylens.models.probe_hooks import ProbeLayer
+from polylens.models.row_rules import RowRule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+MAX_UNCUT_PARAMETERS = 20_000_000
+"""Encoders up to this size are probed whole: a few dozen forwards of one take seconds on two cores."""
+
+_DEPTH_NAMES = ("depth", "num_hidden_layers", "num_layers")
+_BLOCK_NUMBERS = re.compile(r"(?:index|indexes|indices)$")
+_FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers")
+_SMALL_TEXT = {"vocab_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+_FEW_EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+_WEIGHT_GAIN = 1.2
+_NOISE_OF_VECTORS = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeCopy:
+    """The stand-in. `kept`: which blocks of the full tower its blocks stand for (None: all of them)."""
+
+    model: PreTrainedModel
+    layers: ModelLayers
+    kept: tuple[int, ...] | None
+
+
+def copy_for_probe(
+    model: PreTrainedModel, layers: ModelLayers, *, max_parameters: int = MAX_UNCUT_PARAMETERS
+) -> ProbeCopy:
+    """Make the stand-in for `model`, on its device. `max_parameters`: encoders beyond it are cut."""
+    config = copy.deepcopy(model.config)
+    _shrink_text(config.get_text_config())
+    list_lengths = {len(module) for module in model.modules() if isinstance(module, nn.ModuleList)}
+    kept = _cut_tower(config, list_lengths) if _encoder_parameters(model, layers) > max_parameters else None
+    attention = _tower_attention(model)
+    small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    small = small.to(next(model.parameters()).device).eval().requires_grad_(False)
+    small_layers = model_layers(small)
+    _randomise(small, small_layers)
+    return ProbeCopy(small, small_layers, kept)
+
+
+def probe_layers(model: nn.Module, layers: ModelLayers) -> list[ProbeLayer]:
+    """The adaptable layers of tower and connector, with their modules."""
+    modules = dict(model.named_modules())
+    return [
+        ProbeLayer(layers.specs[name], modules[name if name in modules else name.rpartition(".")[0]])
+        for name in encoder_layers(layers)
+    ]
+
+
+def encoder_layers(layers: ModelLayers) -> tuple[str, ...]:
+    """Names of the adaptable layers outside the language model."""
+    return tuple(name for name, spec in layers.specs.items() if spec.component is not Component.LANGUAGE_MODEL)
+
+
+def _encoder_parameters(model: nn.Module, layers: ModelLayers) -> int:
+    specs = [layers.specs[name] for name in encoder_layers(layers)]
+    return sum(spec.in_features * spec.out_features for spec in specs)
+
+
+def _tower_attention(model: PreTrainedModel) -> str:
+    """The tower's attention; sdpa for kernels that take no float32."""
+    name = model.get_encoder(modality="image").config._attn_implementation
+    return name if name in ("sdpa", "eager") else "sdpa"
+
+
+def _shrink_text(text: PreTrainedConfig) -> None:
+    """The text model is never run: only its width matters, which the connector maps to."""
+    for name, value in {**_SMALL_TEXT, **_FEW_EXPERTS}.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, value)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    text.pad_token_id = None
+
+
+def _cut_tower(config: PreTrainedConfig, list_lengths: set[int]) -> tuple[int, ...] | None:
+    """Cut the tower's blocks in `config` to those that can differ; None where its depth is not known by name.
+
+    Of block numbers in a list the first and last are kept, or all where modules are listed alongside
+    (`list_lengths`: one merger for each deepstack level).
+    """
+    vision = config.vision_config
+    depth_name = next((name for name in _DEPTH_NAMES if isinstance(getattr(vision, name, None), int)), None)
+    if depth_name is None:
+        return None
+    depth = getattr(vision, depth_name)
+    features = [(owner, name, getattr(owner, name, None)) for owner in (config, vision) for name in _FEATURE_LAYERS]
+    numbered = {name: value for name, value in vars(vision).items() if _is_block_numbers(name, value)}
+    per_block = {name: value for name, value in vars(vision).items() if _is_per_block(name, value, depth, numbered)}
+    feature_blocks = {_block_of(layer, depth) for _, _, value in features for layer in _as_list(value)}
+    feature_blocks |= {block + 1 for block in feature_blocks}  # the first without effect, if none is taken later
+    named_blocks = {
+        number
+        for value in numbered.values()
+        for number in (value if len(value) in list_lengths else (*value[:1], *value[-1:]))
+    }
+    kept = sorted({0, depth - 2, depth - 1} | named_blocks | (feature_blocks & set(range(depth))))
+    if len(kept) >= depth or kept[0] < 0 or kept[-1] >= depth:
+        return None
+    setattr(vision, depth_name, len(kept))
+    for name, value in numbered.items():
+        setattr(vision, name, type(value)(kept.index(number) for number in value if number in kept))
+    for name, value in per_block.items():
+        setattr(vision, name, [value[number] for number in kept])
+    for owner, name, value in features:
+        if value is not None:
+            new = [_feature_layer(layer, kept, depth) for layer in _as_list(value)]
+            setattr(owner, name, new[0] if isinstance(value, int) else type(value)(new))
+    return tuple(kept)
+
+
+def _is_block_numbers(name: str, value: Any) -> bool:
+    return bool(_BLOCK_NUMBERS.search(name)) and isinstance(value, list | tuple) and all(type(v) is int for v in value)
+
+
+def _is_per_block(name: str, value: Any, depth: int, numbered: Mapping[str, Any]) -> bool:
+    return isinstance(value, list) and len(value) == depth and name not in numbered
+
+
+def _as_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _block_of(feature_layer: int, depth: int) -> int:
+    """The block whose output is hidden state `feature_layer` (0: the embeddings, before block 0; -1: the last)."""
+    return feature_layer - 1 if feature_layer >= 0 else depth + feature_layer
+
+
+def _feature_layer(layer: int, kept: list[int], depth: int) -> int:
+    if layer == 0 or layer == -depth - 1:
+        return 0
+    position = kept.index(_block_of(layer, depth))
+    return position + 1 if layer > 0 else position - len(kept)
+
+
+def _randomise(model: nn.Module, layers: ModelLayers) -> None:
+    """Random weights in the encoder that keep activations in range and let every layer matter.
+
+    The architectures' own initialisation does not: it holds zeros (Gemma 3's projector) and tiny scales.
+    """
+    generator = torch.Generator().manual_seed(0)
+    matmul = {name for name in encoder_layers(layers) if name not in dict(model.named_modules())}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        if parameter.dim() < 2:
+            parameter.add_(noise * _NOISE_OF_VECTORS)
+            continue
+        fan_in = parameter.shape[0] if name in matmul else parameter[0].numel()
+        parameter.copy_(noise * (_WEIGHT_GAIN / fan_in**0.5))
+
+
+def carry_over(names: Iterable[str], result: ProbeResult, model: nn.Module, probed: ProbeCopy) -> ProbeResult:
+    """The result for the full model's layers `names`, from the result for its stand-in.
+
+    A layer outside the cut blocks and a layer of a kept block have the rule of the layer they became. Other
+    blocks take the one rule on which the same layer of all kept blocks agrees; UNPROVEN where they do not.
+    A block without effect counts as agreeing, and a block between two such has no effect either.
+    """
+    if probed.kept is None:
+        rules = {name: result.rules.get(name, RowRule.UNPROVEN) for name in names}
+    else:
+        prefixes = _block_lists(model, probed)
+        rules = {name: _carried(name, result.rules, prefixes, probed.kept) for name in names}
+    unproven = (name for name, rule in rules.items() if rule is RowRule.UNPROVEN)
+    reasons = {name: result.reasons.get(name, "its rule on the cut copy does not carry over") for name in unproven}
+    return replace(result, rules=rules, reasons=reasons)
+
+
+def _block_lists(model: nn.Module, probed: ProbeCopy) -> tuple[str, ...]:
+    """Paths of the module lists that were cut: longer in the full model than in the stand-in."""
+    lengths = {name: len(m) for name, m in probed.model.named_modules() if isinstance(m, nn.ModuleList)}
+    kept = probed.kept or ()
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and lengths.get(name) == len(kept) < len(module) > kept[-1]
+    )
+
+
+def _carried(name: str, found: Mapping[str, RowRule], prefixes: Iterable[str], kept: tuple[int, ...]) -> RowRule:
+    prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), None)
+    if prefix is None:
+        return found.get(name, RowRule.UNPROVEN)
+    number, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+    rules = {full: found.get(f"{prefix}.{cut}.{rest}") for cut, full in enumerate(kept)}
+    return _rule_of_block(int(number), {full: rule for full, rule in rules.items() if rule is not None})
+
+
+def _rule_of_block(number: int, rules: Mapping[int, RowRule]) -> RowRule:
+    """The rule of one layer in block `number`, given its rules in the kept blocks."""
+    if number in rules:
+        return rules[number]
+    real = set(rules.values()) - {RowRule.NO_EFFECT}
+    if not rules or len(real) > 1:
+        return RowRule.UNPROVEN
+    if not real:
+        return RowRule.NO_EFFECT
+    below = rules[max((full for full in rules if full < number), default=min(rules))]
+    above = rules[min((full for full in rules if full > number), default=max(rules))]
+    return RowRule.NO_EFFECT if {below, above} == {RowRule.NO_EFFECT} else real.pop()

@@ -1,0 +1,162 @@
+"""Random deltas on the layers of an encoder, for the probe only.
+
+A delta here is what an adapter adds to a layer, `y += (x Aᵀ) Bᵀ`, with A (rank, in) and B (out, rank)
+random. The probe puts a different one on every layer for every item of a batch and looks at what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from polylens.core import LayerKind, LayerSpec
+from polylens.models.row_rules import ItemSize, RowRule, rows_per_item
+
+PROBE_RANK = 4
+"""Rank of the random deltas: any rank shows whose delta a row got."""
+
+DELTA_SCALE = 0.5
+"""Size of a delta's output relative to the layer's own: plain to see, and no layer drowns the others."""
+
+Calls = Mapping[str, Sequence[int]]
+"""Per layer, the number of rows of each of its calls, in order."""
+
+_MATMULS = frozenset({torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__})
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeLayer:
+    """A layer to probe. `module`: the linear module, or for MATMUL the module that owns the parameter."""
+
+    spec: LayerSpec
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def weight(self) -> torch.Tensor:
+        if self.spec.kind is LayerKind.MATMUL:
+            return self.module.get_parameter(self.name.rpartition(".")[2])
+        return self.module.get_parameter("weight")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which random delta each row of a batch gets.
+
+    sizes, deltas: per item, in batch order; `deltas` are indexes of random deltas. rules: the layers that
+    get deltas at all, and how their rows are divided. rotated: layers where every item deliberately gets
+    its neighbour's delta.
+    """
+
+    sizes: Sequence[ItemSize]
+    deltas: Sequence[int]
+    rules: Mapping[str, RowRule]
+    rotated: frozenset[str] = frozenset()
+
+    def segments(self, layer: str, num_rows: int, call_index: int) -> Iterator[tuple[int, slice]]:
+        """The layer's rows as (delta index, rows); raises RowRuleError where the rule does not fit."""
+        if len(set(self.deltas)) == 1:
+            yield self.deltas[0], slice(0, num_rows)
+            return
+        deltas = [*self.deltas[1:], self.deltas[0]] if layer in self.rotated else self.deltas
+        start = 0
+        rows = rows_per_item(self.rules[layer], self.sizes, num_rows, call_index=call_index, layer=layer)
+        for delta, num_item_rows in zip(deltas, rows, strict=True):
+            yield delta, slice(start, start + num_item_rows)
+            start += num_item_rows
+
+
+class RandomDeltas:
+    """`num_deltas` random deltas for each of `layers`, and the hooks that apply them."""
+
+    def __init__(self, layers: Sequence[ProbeLayer], num_deltas: int, seed: int) -> None:
+        self._layers = layers
+        generator = torch.Generator().manual_seed(seed)
+        self._factors = {layer.name: [_random_delta(layer, generator) for _ in range(num_deltas)] for layer in layers}
+
+    @contextmanager
+    def applied(self, assignment: Assignment | None) -> Iterator[Calls]:
+        """Apply the assignment to every forward inside; yields the log of calls (None: only log)."""
+        calls: dict[str, list[int]] = defaultdict(list)
+
+        def change(layer: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            call_index = len(calls[layer])
+            calls[layer].append(y.numel() // y.shape[-1])
+            if assignment is None or layer not in assignment.rules:
+                return y
+            return self._add(layer, x, y, assignment, call_index)
+
+        with ExitStack() as stack:
+            parameters: dict[int, str] = {}
+            for layer in self._layers:
+                if layer.spec.kind is LayerKind.MATMUL:
+                    parameters[id(layer.weight)] = layer.name
+                    continue
+                stack.enter_context(_hooked(layer, change))
+            if parameters:
+                stack.enter_context(_MatmulInterceptor(parameters, change))
+            yield calls
+
+    def _add(
+        self, layer: str, x: torch.Tensor, y: torch.Tensor, assignment: Assignment, call_index: int
+    ) -> torch.Tensor:
+        x_ti = x.reshape(-1, x.shape[-1])
+        out_to = y.reshape(-1, y.shape[-1]).clone()
+        for delta, rows in assignment.segments(layer, out_to.shape[0], call_index):
+            a_ri, b_or = self._factors[layer][delta]
+            out_to[rows] += (x_ti[rows] @ a_ri.T) @ b_or.T
+        return out_to.view(y.shape)
+
+
+Change = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer name, its input, its output) -> the output to use instead."""
+
+
+@contextmanager
+def _hooked(layer: ProbeLayer, change: Change) -> Iterator[None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
+        return change(layer.name, args[0] if args else kwargs["input"], y)
+
+    handle = layer.module.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _MatmulInterceptor(TorchFunctionMode):
+    """Sees every `x @ parameter` of the named parameters."""
+
+    def __init__(self, parameters: Mapping[int, str], change: Change) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._change = change
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _MATMULS and len(args) == 2 and id(args[1]) in self._parameters:
+            return self._change(self._parameters[id(args[1])], args[0], out)
+        return out
+
+
+def _random_delta(layer: ProbeLayer, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors whose output is about DELTA_SCALE times the layer's own, for inputs without a preferred direction."""
+    spec, weight = layer.spec, layer.weight
+    gain = weight.float().norm().item() / math.sqrt(spec.out_features)
+    scale = DELTA_SCALE * (gain if gain > 0 else 1.0)
+    a_ri = torch.randn(PROBE_RANK, spec.in_features, generator=generator) / math.sqrt(spec.in_features)
+    b_or = torch.randn(spec.out_features, PROBE_RANK, generator=generator) * (scale / math.sqrt(PROBE_RANK))
+    return a_ri.to(weight), b_or.to(weight)

@@ -1,0 +1,85 @@
+"""Synthetic media items for the probe: noise pictures and videos of unequal sizes, as the processor makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from polylens.models.row_rules import ItemSize
+
+if TYPE_CHECKING:
+    from polylens.models.processing import ProcessedItem, Processing
+
+NUM_ITEMS = 3
+"""Items in a probe batch: with two, one rule's remainder more often passes for another's."""
+
+_SIDES = (16, 32, 64, 128, 256, 512)
+"""Shorter sides (pixels) to try, smallest first: processors enlarge or crop small pictures to one size."""
+
+_SHAPES = ((1, 1), (1, 2), (3, 1))
+"""Height and width of the items in shorter sides: unequal, and in different directions."""
+
+_FRAMES = (2, 4, 2)
+"""Frames of the videos: few, and even, as some processors merge frames in pairs."""
+
+_FPS = 2.0
+
+_TILES = (1, 2, 1)
+"""Tiles of the items where a processor makes one tile of any picture."""
+
+
+def synthetic_items(processing: Processing) -> list[list[ProcessedItem]]:
+    """One batch of items per kind of media the model takes: pictures, and videos where it has them."""
+    batches = [_smallest_unequal(lambda side: [_picture(processing, side, index) for index in range(NUM_ITEMS)])]
+    if processing.takes_videos:
+        batches.append(_smallest_unequal(lambda side: [_video(processing, side, index) for index in range(NUM_ITEMS)]))
+    return [_with_unequal_tiles(batch) for batch in batches]
+
+
+def _smallest_unequal(make: Callable[[int], list[ProcessedItem]]) -> list[ProcessedItem]:
+    """The first batch whose items differ in size; the smallest batch where none does."""
+    first = make(_SIDES[0])
+    if _is_unequal(first) or _is_tiled(first):
+        return first
+    return next((batch for batch in map(make, _SIDES[1:]) if _is_unequal(batch)), first)
+
+
+def _is_unequal(items: Sequence[ProcessedItem]) -> bool:
+    return len({ItemSize.of(item) for item in items}) == len(items)
+
+
+def _is_tiled(items: Sequence[ProcessedItem]) -> bool:
+    return all(size.num_patches == size.num_tiles for size in map(ItemSize.of, items))
+
+
+def _with_unequal_tiles(items: list[ProcessedItem]) -> list[ProcessedItem]:
+    """Where every item has the same number of tiles, repeat items: an item of n tiles packs like n items."""
+    if not _is_tiled(items) or _is_unequal(items):
+        return items
+    return [_packed([item] * count) for item, count in zip(items, _TILES, strict=True)]
+
+
+def _packed(items: Sequence[ProcessedItem]) -> ProcessedItem:
+    tensors = {name: torch.cat([item.tensors[name] for item in items]) for name in items[0].tensors}
+    return replace(items[0], tensors=tensors, num_tokens=sum(item.num_tokens for item in items))
+
+
+def _picture(processing: Processing, side: int, index: int) -> ProcessedItem:
+    height, width = (side * times for times in _SHAPES[index])
+    pixels = np.random.default_rng(index).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return _processed(processing, {"type": "image", "image": Image.fromarray(pixels)})
+
+
+def _video(processing: Processing, side: int, index: int) -> ProcessedItem:
+    height, width = (side * times for times in _SHAPES[index])
+    frames = np.random.default_rng(index).integers(0, 256, (_FRAMES[index], height, width, 3), dtype=np.uint8)
+    return _processed(processing, {"type": "video", "video": frames, "fps": _FPS})
+
+
+def _processed(processing: Processing, part: dict[str, Any]) -> ProcessedItem:
+    return processing.prepare([{"role": "user", "content": [part]}]).items[0]

@@ -1,0 +1,115 @@
+"""Row rules of a loaded model: from the cache, or by probing a stand-in for its encoder."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from polylens.models.encoder import encode
+from polylens.models.probe import ProbeResult, probe_row_rules
+from polylens.models.probe_cache import ProbeCache, default_cache_dir
+from polylens.models.probe_copy import (
+    MAX_UNCUT_PARAMETERS,
+    carry_over,
+    copy_for_probe,
+    encoder_layers,
+    probe_layers,
+)
+from polylens.models.probe_items import synthetic_items
+from polylens.models.row_rules import RowRule
+
+if TYPE_CHECKING:
+    from polylens.models.loading import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Config entries that say where a checkpoint came from, not what is computed."""
+
+
+def find_row_rules(
+    loaded: LoadedModel, *, cache_dir: Path | None = None, max_parameters: int = MAX_UNCUT_PARAMETERS
+) -> ProbeResult:
+    """The row rule of every adaptable layer outside the language model.
+
+    cache_dir: where results are kept (default: `default_cache_dir()`). max_parameters: encoders beyond it are
+    probed on a copy with fewer blocks.
+    """
+    cache = ProbeCache(cache_dir or default_cache_dir())
+    facts = _facts(loaded, max_parameters)
+    known = cache.load(facts, encoder_layers(loaded.layers))
+    if known is not None:
+        return known
+    result = _probe_or_give_up(loaded, max_parameters)
+    if result is not None:
+        cache.store(facts, result)
+        return result
+    return _unproven(loaded)
+
+
+def _facts(loaded: LoadedModel, max_parameters: int) -> Mapping[str, Any]:
+    """What a result depends on, besides the probe itself."""
+    tower = loaded.model.get_encoder(modality="image")
+    return {
+        "config": _architecture(loaded.config.to_dict()),
+        "class": type(loaded.model).__qualname__,
+        "transformers": transformers.__version__,
+        "attention": tower.config._attn_implementation,
+        "dtype": str(loaded.dtype),
+        "processors": {name: _processor_settings(loaded, name) for name in ("image_processor", "video_processor")},
+        "declared": dict(loaded.notes.declared_rules),
+        "max_parameters": max_parameters,
+    }
+
+
+def _processor_settings(loaded: LoadedModel, name: str) -> dict[str, Any] | None:
+    processor = getattr(loaded.processing.processor, name, None)
+    return None if processor is None else processor.to_dict()
+
+
+def _architecture(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {name: _architecture(value) for name, value in config.items() if name not in _NOT_ARCHITECTURE}
+    return config
+
+
+def _probe_or_give_up(loaded: LoadedModel, max_parameters: int) -> ProbeResult | None:
+    """The probe is a border to any architecture's code, run on a config changed by us and on noise.
+
+    Where that code fails, nothing is known and nothing is guessed: the failure is logged and every layer stays
+    unproven, which is slower and never wrong.
+    """
+    try:
+        return _probe(loaded, max_parameters)
+    except Exception as error:
+        logger.warning(
+            "row rules could not be probed (%s: %s): the encoder will run one adapter at a time",
+            type(error).__name__,
+            error,
+            exc_info=logger.isEnabledFor(logging.DEBUG),
+        )
+        return None
+
+
+def _unproven(loaded: LoadedModel) -> ProbeResult:
+    names = encoder_layers(loaded.layers)
+    reasons = dict.fromkeys(names, "the model could not be probed")
+    return ProbeResult(dict.fromkeys(names, RowRule.UNPROVEN), math.nan, math.nan, math.inf, reasons)
+
+
+def _probe(loaded: LoadedModel, max_parameters: int) -> ProbeResult:
+    probed = copy_for_probe(loaded.model, loaded.layers, max_parameters=max_parameters)
+    inner = probed.model.model
+    result = probe_row_rules(
+        lambda items: encode(inner, items, dtype=torch.float32),
+        synthetic_items(loaded.processing),
+        probe_layers(probed.model, probed.layers),
+        declared={pattern: RowRule(rule) for pattern, rule in loaded.notes.declared_rules.items()},
+    )
+    return carry_over(encoder_layers(loaded.layers), result, loaded.model, probed)

@@ -1,0 +1,468 @@
+"""From the messages of a request to token ids, processed media and the places where features go.
+
+transformers' own processor does the work: its chat template, its image and video processors, its expansion of
+placeholders, its tokenizer. It is called through a shallow copy whose parts are stand-ins, for one call:
+
+- the image and video processors run on each item alone and remember the result by the item's content, so a
+  picture that comes again costs nothing but the hash made when it was read;
+- the tokenizer keeps typed control tokens apart (`control_tokens`);
+- the placeholder expansion is watched: how many media tokens each item gets, and that placeholders and media
+  match in number.
+
+So for ordinary text the ids are the processor's own `apply_chat_template(..., tokenize=True)`; what a user typed
+binds nothing. Videos: frames are used as `media` took them; see `media.video_metadata` for the equal direct call.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+import torch
+from transformers.utils.chat_template_utils import _get_template_variables
+
+from polylens.config import PROCESSED_ITEMS_BYTES
+from polylens.core import MediaKind
+from polylens.errors import InternalError, MediaError, ModelLoadError, PolylensError, RequestError
+from polylens.models.control_tokens import Escape, SafeTokenizer, control_tokens
+from polylens.models.media import video_metadata
+from polylens.models.prompt import parse_messages, plain_data, strings_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from polylens.core import MediaItem
+
+VIDEO_EXTRAS = ("second_per_grid_ts",)
+"""What processors return once for each video beside the encoder's tensors, for positions."""
+
+_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "raise_exception", "strftime_now")
+"""Template variables that are not the request's to set."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessedItem:
+    """One media item as the encoder takes it, processed alone.
+
+    tensors: the arguments of `get_image_features`/`get_video_features`, e.g. `pixel_values` (P, d) and
+    `image_grid_thw` (1, 3), or `pixel_values` (T, 3, h, w). num_tokens: its media tokens in the prompt, which is
+    the number of feature rows. extras: tensors (1,) that positions need (`second_per_grid_ts`).
+    """
+
+    kind: MediaKind
+    media_key: str
+    settings_key: str
+    tensors: dict[str, torch.Tensor]
+    num_tokens: int
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class MediaSlot:
+    """Where the features of `items[item_index]` go: runs (start, length) of token positions, in row order."""
+
+    item_index: int
+    positions: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt ready for the engine. Items and slots are in the order of their places in `token_ids`."""
+
+    token_ids: list[int]
+    items: list[ProcessedItem] = field(default_factory=list)
+    slots: list[MediaSlot] = field(default_factory=list)
+
+
+class Processing:
+    """One model's processor, made safe for user text and quick for repeated media. Thread-safe.
+
+    `processor`: transformers' multimodal processor; `config` and `generation_config`: the model's.
+    Raises ModelLoadError when the processor has no chat template or no fast tokenizer.
+    """
+
+    def __init__(self, processor: Any, config: Any, generation_config: Any = None) -> None:
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.template = _chat_template(processor)
+        media_tokens = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in _media_ids(processor)]
+        placeholders = [getattr(processor, f"{kind}_token", None) for kind in MediaKind]
+        names = {*media_tokens, *(text for text in placeholders if text)}
+        self.control = control_tokens(self.tokenizer, self.template, names)
+        self.safe_tokenizer = SafeTokenizer(self.tokenizer, self.control, media_tokens)
+        self.stop_token_ids = _stop_token_ids(self.tokenizer, config, generation_config)
+        self._memo = _Memo(PROCESSED_ITEMS_BYTES)
+        self._settings = {
+            MediaKind.IMAGE: _settings(processor, "image_processor"),
+            MediaKind.VIDEO: _settings(processor, "video_processor"),
+        }
+        self._variables = sorted(
+            _get_template_variables(self.template) - set(_RESERVED_VARIABLES) - set(self.tokenizer.special_tokens_map)
+        )
+        self._takes_strings = self._renders("probe", "probe")
+        self._takes_parts = self._renders([{"type": "text", "text": "probe"}], "probe")
+        if not (self._takes_strings or self._takes_parts):
+            raise ModelLoadError("the model's chat template does not write a user's text; is it for this model?")
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the processor takes videos; if not, they become sampled frames as pictures."""
+        has_token = getattr(self.processor, "video_token", None) is not None
+        return has_token and getattr(self.processor, "video_processor", None) is not None
+
+    def prepare(
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_paths: bool = True,
+    ) -> PreparedPrompt:
+        """Render, tokenise and process one conversation (see `prompt` for the form of messages).
+
+        chat_template_kwargs: variables of the model's chat template. allow_paths: whether media may name local
+        files. Raises RequestError (MediaError for media) with one line that names what is wrong.
+        """
+        chat = parse_messages(messages, takes_videos=self.takes_videos, allow_paths=allow_paths)
+        variables = self._template_variables(chat_template_kwargs)
+        rendered = self._in_template_form(chat.messages)
+        escape = Escape(self.control, self.template, strings_in([rendered, variables]))
+        call = _Call(self, escape, chat.media)
+        ids = call.run(
+            lambda processor: processor.apply_chat_template(
+                escape.hide(rendered),
+                chat_template=self.template,
+                tokenize=True,
+                return_dict=True,
+                add_generation_prompt=add_generation_prompt,
+                **escape.hide(variables),
+            )
+        )
+        return self._assemble(ids, call)
+
+    def prepare_text(self, prompt: str) -> PreparedPrompt:
+        """Tokenise a raw prompt (no chat template, no media). It is user text: typed control tokens bind nothing."""
+        if not isinstance(prompt, str):
+            raise RequestError(f"prompt must be a string, got {type(prompt).__name__}", param="prompt")
+        prompt = plain_data(prompt, "prompt")
+        escape = Escape(self.control, self.template, [prompt])
+        return PreparedPrompt(self.safe_tokenizer.encode(escape.hide(prompt), escape, {"add_special_tokens": True}))
+
+    def _template_variables(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Only variables the template reads: transformers would pass others on as processor settings."""
+        for name in given or {}:
+            if name not in self._variables:
+                known = ", ".join(self._variables) or "none"
+                raise RequestError(
+                    f"the chat template has no variable {name!r} to set; it has: {known}", param="chat_template_kwargs"
+                )
+        return plain_data(dict(given or {}), "chat_template_kwargs")
+
+    def _in_template_form(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Contents as strings or as parts, as far as the template takes only one of them."""
+        return [
+            {**message, "content": self._content_form(message["content"])} if "content" in message else message
+            for message in messages
+        ]
+
+    def _content_form(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if isinstance(content, str) and not self._takes_strings:
+            return [{"type": "text", "text": content}]
+        if isinstance(content, list) and not self._takes_parts:
+            if any(part["type"] != "text" for part in content):
+                raise RequestError("this model's chat template takes text only, no pictures or videos", "messages")
+            return "\n".join(part["text"] for part in content)
+        return content
+
+    def _renders(self, content: Any, expected: str) -> bool:
+        """Whether the template writes such content as text (and not as a Python list, or not at all)."""
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = self.processor.apply_chat_template(messages, chat_template=self.template, tokenize=False)
+        except (jinja2.TemplateError, TypeError, ValueError):  # the answer is no
+            return False
+        return expected in text and f"'{expected}'" not in text
+
+    def _assemble(self, ids: list[int], call: _Call) -> PreparedPrompt:
+        placed: list[tuple[ProcessedItem, tuple[tuple[int, int], ...]]] = []
+        for kind in MediaKind:
+            items = call.processed_items(kind)
+            token_ids = _kind_ids(self.processor, kind)
+            placed += zip(items, _runs(ids, token_ids, [item.num_tokens for item in items]), strict=True)
+        placed.sort(key=lambda pair: pair[1][0])
+        slots = [MediaSlot(index, runs) for index, (_, runs) in enumerate(placed)]
+        return PreparedPrompt(ids, [item for item, _ in placed], slots)
+
+
+class _Call:
+    """One call of the processor, with stand-ins for its parts."""
+
+    def __init__(self, owner: Processing, escape: Escape, media: Sequence[MediaItem]) -> None:
+        self._owner = owner
+        self._escape = escape
+        self._counts: dict[MediaKind, list[int]] = {kind: [] for kind in MediaKind}
+        self._extras: dict[str, Any] = {}
+        self._parts = {
+            kind: _ItemProcessor(
+                getattr(owner.processor, f"{kind}_processor", None),
+                owner._settings[kind],
+                [item for item in media if item.kind is kind],
+                owner._memo,
+            )
+            for kind in MediaKind
+        }
+
+    def run(self, use: Any) -> list[int]:
+        """Call `use` with the processor's stand-in; returns the ids of its one conversation."""
+        try:
+            output = use(self._processor())
+        except PolylensError:
+            raise
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        except Exception as error:  # the border to templates and processors: they raise what they like on odd input
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RequestError(f"the model's processor refuses these messages: {reason}", param="messages") from error
+        self._extras = {name: output[name] for name in VIDEO_EXTRAS if name in output}
+        return list(output["input_ids"][0])
+
+    def processed_items(self, kind: MediaKind) -> list[ProcessedItem]:
+        part = self._parts[kind]
+        if len(part.results) != len(part.items):
+            raise RequestError(f"the chat template places no {kind}s where the messages have them", param="messages")
+        return [
+            ProcessedItem(
+                kind=kind,
+                media_key=item.key,
+                settings_key=result.settings_key,
+                tensors=self._encoder_tensors(result.outputs),
+                num_tokens=self._counts[kind][index],
+                extras=self._item_extras(index) if kind is MediaKind.VIDEO else {},
+            )
+            for index, (item, result) in enumerate(zip(part.items, part.results, strict=True))
+        ]
+
+    def _encoder_tensors(self, outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Without what processors return for their own use (`num_crops`, `video_metadata`)."""
+        unused = set(self._owner.processor.unused_input_names)
+        return {
+            name: value
+            for name, value in outputs.items()
+            if isinstance(value, torch.Tensor) and name not in unused and name not in VIDEO_EXTRAS
+        }
+
+    def _item_extras(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: torch.as_tensor([values[index]], dtype=torch.float32) for name, values in self._extras.items()}
+
+    def _processor(self) -> Any:
+        processor = copy.copy(self._owner.processor)
+        processor.tokenizer = _CallTokenizer(self._owner.safe_tokenizer, self._escape)
+        for kind, part in self._parts.items():
+            if part.real is not None:
+                setattr(processor, f"{kind}_processor", part)
+        processor.get_text_with_replacements = self._watched_expansion(processor)
+        return processor
+
+    def _watched_expansion(self, processor: Any) -> Any:
+        """The processor's expansion of placeholders, which also tells each item's number of media tokens."""
+        expand = processor.get_text_with_replacements
+
+        def expand_and_count(
+            text: list[str],
+            images_replacements: Sequence[str] = (),
+            videos_replacements: Sequence[str] = (),
+            *others: Any,
+            **more: Any,
+        ) -> Any:
+            for kind, replacements in (
+                (MediaKind.IMAGE, images_replacements),
+                (MediaKind.VIDEO, videos_replacements),
+            ):
+                self._check_placeholders(text[0], kind, len(replacements))
+                self._counts[kind] = [self._count_tokens(kind, replacement) for replacement in replacements]
+            return expand(text, list(images_replacements), list(videos_replacements), *others, **more)
+
+        return expand_and_count
+
+    def _check_placeholders(self, text: str, kind: MediaKind, num_items: int) -> None:
+        placeholder = getattr(self._owner.processor, f"{kind}_token", None)
+        num_placeholders = text.count(placeholder) if placeholder else 0
+        if num_placeholders != num_items:
+            raise RequestError(
+                f"placeholders do not match: the chat template writes {num_placeholders} for {num_items} {kind}s "
+                "(some templates take media in user messages only)",
+                param="messages",
+            )
+
+    def _count_tokens(self, kind: MediaKind, replacement: str) -> int:
+        tokenizer = self._owner.tokenizer
+        tokens = [tokenizer.convert_ids_to_tokens(token_id) for token_id in _kind_ids(self._owner.processor, kind)]
+        return sum(replacement.count(token) for token in tokens)
+
+
+class _CallTokenizer:
+    """Stands in for the processor's tokenizer: the same attributes, safe encoding."""
+
+    def __init__(self, safe: SafeTokenizer, escape: Escape) -> None:
+        self._safe = safe
+        self._escape = escape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._safe.tokenizer, name)
+
+    def __call__(self, text: str | list[str], **options: Any) -> dict[str, list[list[int]]]:
+        texts = [text] if isinstance(text, str) else text
+        return {"input_ids": [self._safe.encode(one, self._escape, options) for one in texts]}
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a processor returned for one item alone."""
+
+    settings_key: str
+    outputs: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.outputs.values() if isinstance(x, torch.Tensor))
+
+
+class _ItemProcessor:
+    """Stands in for an image or video processor: each item alone, remembered, then packed as one batch."""
+
+    def __init__(self, real: Any, settings: str, items: list[MediaItem], memo: _Memo) -> None:
+        self.real = real
+        self.items = items
+        self.results: list[_Result] = []
+        self._settings = settings
+        self._memo = memo
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def __call__(self, media: Any, **options: Any) -> dict[str, Any]:
+        settings_key = hashlib.sha256(f"{self._settings}|{sorted(options.items())!r}".encode()).hexdigest()
+        self.results = [self._one(index, item, settings_key, options) for index, item in enumerate(self.items)]
+        return _pack([result.outputs for result in self.results])
+
+    def _one(self, index: int, item: MediaItem, settings_key: str, options: Mapping[str, Any]) -> _Result:
+        known = self._memo.get((item.key, settings_key))
+        if known is not None:
+            return known
+        options = {**options, "return_tensors": "pt"}
+        if item.kind is MediaKind.VIDEO:
+            options |= {
+                "do_sample_frames": False,
+                "return_metadata": True,
+                "video_metadata": [dict(video_metadata(item))],
+                "input_data_format": "channels_last",
+            }
+            if getattr(self.real, "cap_pixels_per_frame", True) is None:
+                options["cap_pixels_per_frame"] = False  # what None means in this transformers, without its warning
+        try:
+            outputs = dict(self.real([[item.data]], **options))
+        except Exception as error:  # the border to processors: they raise what they like on odd sizes
+            raise MediaError(f"{item.kind} {index} cannot be processed for this model: {error}") from error
+        result = _Result(settings_key, outputs)
+        self._memo.put((item.key, settings_key), result)
+        return result
+
+
+def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several items' outputs as one call would return them. Pixels are listed, not copied."""
+    packed: dict[str, Any] = {}
+    for name in outputs[0]:
+        values = [output[name] for output in outputs]
+        if name.startswith("pixel_values"):
+            packed[name] = [row for value in values for row in (value if value.dim() > 2 else [value])]
+        elif isinstance(values[0], torch.Tensor):
+            packed[name] = torch.cat(values)
+        else:  # metadata: processors write into it, so the remembered one is never handed out
+            packed[name] = [copy.deepcopy(one) for value in values for one in value]
+    return packed
+
+
+class _Memo:
+    """Least recently used results within a budget of bytes; thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._results: OrderedDict[tuple[str, str], _Result] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, str]) -> _Result | None:
+        with self._lock:
+            if key in self._results:
+                self._results.move_to_end(key)
+            return self._results.get(key)
+
+    def put(self, key: tuple[str, str], result: _Result) -> None:
+        with self._lock:
+            if key in self._results or result.num_bytes > self._max_bytes:
+                return
+            self._results[key] = result
+            self._num_bytes += result.num_bytes
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._results.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
+
+
+def _runs(ids: Sequence[int], media_ids: Sequence[int], counts: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    """Divide the positions of media tokens among items in order, `counts[i]` each, as runs (start, length)."""
+    positions = np.flatnonzero(np.isin(ids, media_ids)) if media_ids else np.empty(0, dtype=np.int64)
+    if len(positions) != sum(counts):
+        raise InternalError(f"{len(positions)} media tokens in the ids for {sum(counts)} of the media")
+    bounds = np.cumsum([0, *counts])
+    return [_as_runs(positions[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def _as_runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
+    pieces = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+    return tuple((int(piece[0]), len(piece)) for piece in pieces if len(piece))
+
+
+def _kind_ids(processor: Any, kind: MediaKind) -> list[int]:
+    """Ids of the tokens that features of this kind replace."""
+    return [token_id for token_id in getattr(processor, f"{kind}_token_ids", ()) if token_id is not None]
+
+
+def _media_ids(processor: Any) -> list[int]:
+    return [token_id for kind in MediaKind for token_id in _kind_ids(processor, kind)]
+
+
+def _chat_template(processor: Any) -> str:
+    template = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str) or not template:
+        raise ModelLoadError(
+            "the model has no chat template (chat_template.jinja); use an instruction-tuned checkpoint"
+        )
+    return template
+
+
+def _settings(processor: Any, name: str) -> str:
+    part = getattr(processor, name, None)
+    return "" if part is None else f"{type(part).__name__}|{part.to_json_string()}"
+
+
+def _stop_token_ids(tokenizer: Any, config: Any, generation_config: Any) -> tuple[int, ...]:
+    """Every id that any part of the checkpoint says ends an answer, sorted."""
+    text_config = config.get_text_config() if config is not None else None
+    found: set[int] = set()
+    for holder in (tokenizer, config, text_config, generation_config):
+        value = getattr(holder, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(sorted(found))

@@ -1,0 +1,85 @@
+"""A `ModelLayers` without a model, and adapter folders for it, written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from polylens.core import Component, LayerKind, LayerSpec, ModelLayers
+
+NUM_LAYERS = 3
+IN, OUT = 6, 8
+
+TOWER = "model.visual.blocks.0.attn.qkv"
+CONNECTOR = "model.visual.merger.mlp.0"
+PARAMETER = "model.projector.input_weight"
+LANGUAGE = "model.language_model.layers.0.self_attn.q_proj"
+CONVOLUTION = "model.visual.patch_embed.proj"
+NORM = "model.visual.norm"
+
+
+def _rename(path: str) -> str:
+    """Old names of this made-up model: `visual.*`, `model.layers.*`."""
+    if path.startswith("visual."):
+        return f"model.{path}"
+    if path.startswith("model.layers."):
+        return f"model.language_model.{path.removeprefix('model.')}"
+    return path
+
+
+def fake_layers() -> ModelLayers:
+    specs = [
+        LayerSpec(TOWER, Component.VISION_TOWER, LayerKind.LINEAR, IN, OUT),
+        LayerSpec(CONNECTOR, Component.CONNECTOR, LayerKind.LINEAR, IN, OUT),
+        LayerSpec(PARAMETER, Component.CONNECTOR, LayerKind.MATMUL, IN, OUT),
+        LayerSpec("lm_head", Component.LANGUAGE_MODEL, LayerKind.LINEAR, IN, OUT),
+        *(
+            LayerSpec(
+                f"model.language_model.layers.{index}.self_attn.{name}",
+                Component.LANGUAGE_MODEL,
+                LayerKind.LINEAR,
+                IN,
+                OUT,
+            )
+            for index in range(NUM_LAYERS)
+            for name in ("q_proj", "v_proj")
+        ),
+    ]
+    return ModelLayers(
+        specs={spec.name: spec for spec in specs},
+        rename=_rename,
+        model_type="fake_vl",
+        model_class="FakeForConditionalGeneration",
+        num_text_layers=NUM_LAYERS,
+        other_modules={CONVOLUTION: "Conv3d", NORM: "LayerNorm"},
+    )
+
+
+def factors(module: str, rank: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A and B of one module, named as PEFT names them in a file."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"base_model.model.{module}.lora_A.weight": torch.randn(rank, IN, generator=generator).to(dtype),
+        f"base_model.model.{module}.lora_B.weight": torch.randn(OUT, rank, generator=generator).to(dtype),
+    }
+
+
+def config(**options: Any) -> dict[str, Any]:
+    return {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "qkv"], **options}
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, torch.Tensor], options: Mapping[str, Any] | None = None, *, binary: bool = False
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config() if options is None else dict(options)))
+    if binary:
+        torch.save(dict(tensors), folder / "adapter_model.bin")
+    else:
+        save_file(dict(tensors), folder / "adapter_model.safetensors")
+    return folder

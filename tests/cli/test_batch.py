@@ -1,0 +1,78 @@
+"""`polylens batch` as a process."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.cli.conftest import Shop
+from tests.cli.process import assert_refused, polylens
+
+
+def line(custom_id: str, model: str, content: Any, **body: Any) -> str:
+    messages = [{"role": "user", "content": content}]
+    return json.dumps({"custom_id": custom_id, "body": {"model": model, "messages": messages, "max_tokens": 6, **body}})
+
+
+def with_picture(url: str) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+
+
+def batch(shop: Shop, tmp_path: Path, lines: list[str]):
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    done = polylens("batch", shop.model, *shop.adapters, "--input", "in.jsonl", "--output", "out.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done, [json.loads(raw) for raw in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def test_good_lines_are_answered_and_bad_ones_get_an_error_each(shop: Shop, tmp_path: Path):
+    data = "data:image/png;base64," + base64.b64encode(shop.image.read_bytes()).decode()
+    (tmp_path / "local.png").write_bytes(shop.image.read_bytes())
+    lines = [
+        line("eyes-data", "eyes", with_picture(data)),
+        line("eyes-file", "eyes", with_picture("local.png")),
+        line("base", "base", with_picture("local.png"), logprobs=True, top_logprobs=2),
+        "not json",
+        line("words", "words", "hi"),
+        line("no-picture", "eyes", with_picture("none.png")),
+        line("web", "eyes", with_picture("https://example.org/a.png")),
+        line("nobody", "nobody", "hi"),
+        line("n", "words", "hi", n=2),
+    ]
+    done, answers = batch(shop, tmp_path, lines)
+    assert done.stdout == ""
+    assert "4 of 9 requests answered" in done.stderr
+    ids = ["eyes-data", "eyes-file", "base", None, "words", "no-picture", "web", "nobody", "n"]
+    assert [answer["custom_id"] for answer in answers] == ids
+    statuses = [answer["response"]["status_code"] for answer in answers]
+    assert statuses == [200, 200, 200, 400, 200, 400, 400, 404, 400]
+    assert [answer["error"] is None for answer in answers] == [status == 200 for status in statuses]
+    texts = [answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers[:2]]
+    assert texts[0] == texts[1]
+    logprobs = answers[2]["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert len(logprobs) == answers[2]["response"]["body"]["usage"]["completion_tokens"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
+    assert "none.png" in answers[5]["error"]["message"]
+    assert answers[8]["error"]["param"] == "n"
+
+
+def test_answers_equal_those_of_run(shop: Shop, tmp_path: Path):
+    _, answers = batch(
+        shop, tmp_path, [line(model, model, with_picture(str(shop.image))) for model in ("eyes", "base")]
+    )
+    for answer in answers:
+        single = polylens(
+            "run", shop.model, *shop.adapters, "--use", answer["custom_id"], "--image", shop.image,
+            "--prompt", "What?", "--max-tokens", 6,
+        )  # fmt: skip
+        assert single.stdout == answer["response"]["body"]["choices"][0]["message"]["content"] + "\n"
+
+
+def test_a_wrong_adapter_stops_everything(shop: Shop, tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text(line("a", "base", "hi"))
+    (tmp_path / "empty").mkdir()
+    done = polylens("batch", shop.model, "--adapter", "empty", "--input", "in.jsonl", "--output", "o", cwd=tmp_path)
+    assert_refused(done, "adapter_config.json")
+    assert not (tmp_path / "o").exists()

@@ -1,0 +1,63 @@
+"""The command line itself: help, version, and mistakes that are seen before any model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import polylens as package
+from tests.cli.process import assert_refused, polylens
+
+COMMANDS = ("run", "batch", "inspect", "verify", "demo")
+
+
+def test_help_lists_every_command():
+    done = polylens("--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.stdout
+    assert polylens().stdout == done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str):
+    done = polylens(command, "-h")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"Usage: python -m polylens {command}")
+
+
+def test_version():
+    assert polylens("--version").stdout == f"polylens {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fly"], ["fly"]),
+        (["run"], ["MODEL"]),
+        (["run", "m"], ["--prompt"]),
+        (["run", "m", "--prompt", "x", "--speed", "9"], ["--speed"]),
+        (["run", "m", "--prompt", "x", "--max-tokens", "many"], ["--max-tokens"]),
+        (["run", "m", "--prompt", "x", "--max-tokens", "0"], ["max_tokens", "at least 1"]),
+        (["run", "m", "--prompt", "x", "--temperature", "nan"], ["temperature"]),
+        (["run", "m", "--prompt", "x", "--dtype", "int8"], ["--dtype"]),
+        (["run", "m", "--prompt", "x", "--use", "gauges"], ["unknown adapter 'gauges'"]),
+        (["run", "m", "--prompt", "x", "--adapter", "nowhere"], ["no such folder: nowhere"]),
+        (["run", "./nowhere", "--prompt", "x"], ["model folder './nowhere' does not exist"]),
+        (["verify", "m"], ["--adapter"]),
+        (["inspect", "./nowhere"], ["./nowhere"]),
+        (["demo", "--limit", "0"], ["--limit"]),
+        (["demo", "--sheet", "no/such/folder/x.png"], ["--sheet"]),
+        (["batch", "m", "--input", "in.jsonl"], ["--output"]),
+        (["batch", "m", "--input", "none.jsonl", "--output", "out.jsonl"], ["none.jsonl", "No such file"]),
+        (["batch", "m", "--input", "in.jsonl", "--output", "in.jsonl"], ["is the input file"]),
+        (["batch", "m", "--input", "in.jsonl", "--output", "no/out.jsonl"], ["does not exist"]),
+        (["batch", "m", "--input", "in.jsonl", "--output", "."], ["is a folder"]),
+    ],
+)
+def test_mistakes_get_one_line(tmp_path: Path, arguments: list[str], words: list[str]):
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    assert_refused(polylens(*arguments, cwd=tmp_path), *words)
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,0 +1,58 @@
+"""`polylens inspect` as a process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tests.cli.conftest import Shop
+from tests.cli.process import assert_refused, polylens
+
+KEYS = {
+    "path", "loads", "options", "num_tensors", "num_parameters", "dtypes", "ranks", "model_type", "components",
+    "digests", "layers", "refused", "problems", "warnings",
+}  # fmt: skip
+
+
+def test_with_the_model_every_component_is_told(shop: Shop):
+    done = polylens("inspect", shop.eyes, "--model", shop.model, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    told = json.loads(done.stdout)
+    assert told.keys() == KEYS
+    assert told["loads"] is True
+    assert set(told["components"]) == {"vision_tower", "connector", "language_model"}
+    assert all(part["ranks"] == [4] and part["scalings"] == [2.0] for part in told["components"].values())
+    assert sum(part["num_tensors"] for part in told["components"].values()) == told["num_tensors"]
+    assert len(told["digests"]["whole"]) == 64
+    assert told["refused"] == told["problems"] == []
+    text = polylens("inspect", shop.eyes, "--model", shop.model).stdout
+    assert told["digests"]["whole"] in text
+    assert "loads       yes" in text
+
+
+def test_without_a_model_it_says_what_only_the_model_can_tell(shop: Shop):
+    told = json.loads(polylens("inspect", shop.words, "--json").stdout)
+    assert told["loads"] is None
+    assert told["components"] == "unknown, give --model"
+    assert told["options"]["rank"] == 4
+
+
+def test_what_would_be_refused_is_told_with_exit_code_1(shop: Shop, tmp_path: Path):
+    folder = Path(shutil.copytree(shop.words, tmp_path / "dora"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    done = polylens("inspect", folder, "--model", shop.model, "--json")
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert told["loads"] is False
+    assert [refusal["option"] for refusal in told["refused"]] == ["use_dora"]
+    assert "refused     use_dora" in polylens("inspect", folder).stdout
+
+
+def test_broken_files_are_refused(shop: Shop, tmp_path: Path):
+    folder = Path(shutil.copytree(shop.words, tmp_path / "broken"))
+    (folder / "adapter_config.json").write_text("{")
+    assert_refused(polylens("inspect", folder), "adapter_config.json", "not valid JSON")
+    assert_refused(polylens("inspect", shop.words, "--model", tmp_path), "no config.json")

@@ -1,0 +1,96 @@
+"""Random PEFT adapters over a checkpoint, saved by PEFT itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+Targets = Literal["tower", "connector", "connector+language", "language", "all"]
+TARGETS: tuple[Targets, ...] = ("tower", "connector", "connector+language", "language", "all")
+
+CONNECTOR_MARKS = ("merger", "multi_modal_projector")
+"""Parts of a module path that belong to the connector in one of the five families."""
+TOWER_MARKS = ("visual", "vision_tower")
+GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"
+"""Gemma 3's connector: a bare parameter, which PEFT reaches through `target_parameters`."""
+
+STRENGTH = 0.6
+"""Size of a delta relative to its weight: large enough to change answers, small enough to leave them varied."""
+
+
+def make_adapter(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    targets: Targets,
+    rank: int = 4,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha: float | None = None,
+    seed: int,
+    use_rslora: bool = False,
+) -> Path:
+    """Write an adapter with random non-zero A and B for every adaptable layer of `targets`; return its folder.
+
+    rank_pattern: as PEFT's (module name or regex -> rank). alpha: `lora_alpha`, default 2 * rank. The deltas'
+    size follows the weights' (`STRENGTH`), whatever rank and alpha are.
+    """
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    modules, parameters = target_names(model, targets)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        rank_pattern=dict(rank_pattern or {}),
+        target_modules=modules,
+        target_parameters=parameters or None,
+        use_rslora=use_rslora,
+    )
+    adapted = get_peft_model(model, config)
+    _randomise(adapted, seed)
+    # PEFT would add the whole head's weights to the file where lm_head is a target.
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    return Path(folder)
+
+
+def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], list[str]]:
+    """Names of the linear layers, and of the bare parameters, that `targets` stands for.
+
+    "all" takes the head too where it is not tied to the embeddings (tied, a delta would change both).
+    """
+    wanted = set(targets.split("+")) if targets != "all" else {"tower", "connector", "language"}
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    modules = [name for name in linear if name != "lm_head" and component_of(name) in wanted]
+    if targets == "all" and not model.config.tie_word_embeddings:
+        modules.append("lm_head")
+    parameters = [GEMMA_PROJECTOR] if "connector" in wanted and _has_gemma_projector(model) else []
+    return modules, parameters
+
+
+def component_of(name: str) -> str:
+    if any(mark in name for mark in CONNECTOR_MARKS):
+        return "connector"
+    return "tower" if any(mark in name for mark in TOWER_MARKS) else "language"
+
+
+def _has_gemma_projector(model: PreTrainedModel) -> bool:
+    return any(name.endswith(GEMMA_PROJECTOR) for name, _ in model.named_parameters())
+
+
+def _randomise(adapted: PeftModel, seed: int) -> None:
+    """Random A; random B scaled so that scaling * |B A| is about STRENGTH * |W|."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, module in sorted(adapted.named_modules()):
+        if not getattr(module, "lora_A", None):
+            continue
+        a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+        rank, fan_in = a.shape
+        with torch.no_grad():
+            a.copy_(torch.randn(a.shape, generator=generator) / math.sqrt(fan_in))
+            b.copy_(torch.randn(b.shape, generator=generator) / math.sqrt(rank))
+            b.mul_(STRENGTH / module.scaling["default"])

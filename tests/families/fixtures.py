@@ -1,0 +1,23 @@
+"""Fixtures every test may use: the tiny checkpoints, built once a process, and pictures to show them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.families.build import build_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`checkpoint(family)`: folder of the family's float32 checkpoint (built on first use, about 0.1 s)."""
+    built: dict[str, Path] = {}
+
+    def folder_of(family: str) -> Path:
+        if family not in built:
+            built[family] = build_checkpoint(family, tmp_path_factory.mktemp(family))
+        return built[family]
+
+    return folder_of

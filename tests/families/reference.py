@@ -1,0 +1,147 @@
+"""What an answer must be: one adapter alone, merged into the weights by PEFT, run by transformers' `generate`.
+
+Nothing of polylens takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+
+Messages = Sequence[Mapping[str, Any]]
+FramesAsPictures = Callable[[Any], list[Any]]
+"""Video (frames, height, width, 3) -> the pictures shown instead, for families without videos."""
+
+MAX_CACHED_MODELS = 64
+"""Tiny models (0.4 MB): keep every (checkpoint, adapter, dtype) a test session asks for."""
+
+
+def merged_reference(
+    checkpoint: str | Path,
+    adapter: str | Path | None,
+    messages: Messages,
+    max_new_tokens: int,
+    *,
+    ignore_eos: bool = False,
+    dtype: torch.dtype = torch.float32,
+    frames_as_pictures: FramesAsPictures | None = None,
+) -> tuple[list[int], torch.Tensor]:
+    """Greedy token ids and the raw logits (tokens, vocab) float32 each was chosen from."""
+    model, processor = merged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
+    inputs = reference_inputs(processor, messages, frames_as_pictures)
+    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    with torch.inference_mode(), _stop_tokens(model, ignored=ignore_eos):
+        out = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    token_ids = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    assert len(token_ids) == max_new_tokens or not ignore_eos
+    return token_ids, torch.stack([step[0].float() for step in out.logits])
+
+
+@contextmanager
+def _stop_tokens(model: PreTrainedModel, *, ignored: bool) -> Iterator[None]:
+    """Let `generate` go on after the model's stop tokens. It fills a None given as an argument from this config."""
+    own = model.generation_config.eos_token_id
+    if ignored:
+        model.generation_config.eos_token_id = None
+    try:
+        yield
+    finally:
+        model.generation_config.eos_token_id = own
+
+
+def reference_inputs(
+    processor: ProcessorMixin, messages: Messages, frames_as_pictures: FramesAsPictures | None = None
+) -> dict[str, torch.Tensor]:
+    """The processor's own tokens and pixels for the messages, with the turn of the answer opened.
+
+    Videos are arrays and used frame by frame: the processor is told not to sample, and the frame rate if known.
+    """
+    if frames_as_pictures is not None:
+        messages = _with_frames(messages, frames_as_pictures)
+    videos = [part for message in messages for part in _parts(message["content"]) if part["type"] == "video"]
+    inputs = processor.apply_chat_template(
+        _as_parts(messages),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=_video_options(videos),
+    )
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def _video_options(videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if not videos:
+        return {}
+    return {"do_sample_frames": False, "video_metadata": [_metadata(len(v["video"]), v.get("fps")) for v in videos]}
+
+
+def _metadata(num_frames: int, fps: float | None) -> dict[str, Any]:
+    duration = num_frames / fps if fps else None
+    return {
+        "total_num_frames": num_frames,
+        "fps": fps,
+        "duration": duration,
+        "frames_indices": list(range(num_frames)),
+    }
+
+
+def evenly_sampled(num_frames: int) -> FramesAsPictures:
+    """Frames shown to a family without videos: evenly spaced, the first and the last included."""
+
+    def frames(video: np.ndarray) -> list[Image.Image]:
+        indices = np.linspace(0, len(video) - 1, min(len(video), num_frames)).round().astype(int)
+        return [Image.fromarray(video[index]) for index in indices]
+
+    return frames
+
+
+@lru_cache(maxsize=MAX_CACHED_MODELS)
+def merged_model(checkpoint: str | Path, adapter: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of its own, loaded in `dtype` and merged for this adapter alone."""
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    return model.eval()
+
+
+@cache
+def processor_of(checkpoint: str | Path) -> ProcessorMixin:
+    return AutoProcessor.from_pretrained(checkpoint)
+
+
+def _as_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Contents as lists of parts: LLaVA's template renders a plain string as nothing."""
+    return [{**message, "content": _parts(message["content"])} for message in messages]
+
+
+def _parts(content: Any) -> list[Mapping[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _with_frames(messages: Messages, frames_as_pictures: FramesAsPictures) -> list[dict[str, Any]]:
+    def shown(content: Any) -> list[Any]:
+        return [part for given in _parts(content) for part in _frames(given, frames_as_pictures)]
+
+    return [{**message, "content": shown(message["content"])} for message in messages]
+
+
+def _frames(part: Mapping[str, Any], frames_as_pictures: FramesAsPictures) -> list[Any]:
+    if part["type"] != "video":
+        return [part]
+    return [{"type": "image", "image": picture} for picture in frames_as_pictures(part["video"])]

@@ -1,0 +1,109 @@
+"""Ragged attention against its plain definition: every token's softmax over exactly the tokens it may see."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polylens.errors import InternalError, ModelLoadError
+from polylens.models.attention import RaggedBatch, SequenceRows, attention_mask_nc, ragged_attention
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+class DictStore:
+    """A KV store of one tensor pair, addressed by slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.k = torch.zeros(num_slots, KV_HEADS, WIDTH)
+        self.v = torch.zeros(num_slots, KV_HEADS, WIDTH)
+
+    def write(self, layer: int, slots_t: torch.Tensor, k_tge: torch.Tensor, v_tge: torch.Tensor) -> None:
+        self.k[slots_t], self.v[slots_t] = k_tge, v_tge
+
+    def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k[slots_c], self.v[slots_c]
+
+
+def may_see(q: int, k: int, spans: tuple[tuple[int, int], ...], window: int | None) -> bool:
+    """The definition: causal or in the same span, and within the window."""
+    same_span = any(a <= q < b and a <= k < b for a, b in spans)
+    return (k <= q or same_span) and (window is None or k > q - window)
+
+
+def plain_attention(q_nhe: torch.Tensor, k_cge: torch.Tensor, v_cge: torch.Tensor, mask_nc: torch.Tensor) -> torch.Tensor:
+    groups = HEADS // KV_HEADS
+    k_che, v_che = k_cge.repeat_interleave(groups, 1), v_cge.repeat_interleave(groups, 1)
+    scores = torch.einsum("nhe,che->hnc", q_nhe, k_che) * WIDTH**-0.5
+    weights = scores.masked_fill(~mask_nc, float("-inf")).softmax(-1)
+    return torch.einsum("hnc,che->nhe", weights, v_che)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """(context length, new rows, spans that the new rows do not cut)."""
+    length = draw(st.integers(1, 24))
+    edges = sorted(draw(st.sets(st.integers(0, length), max_size=4)))
+    spans = tuple(zip(edges[::2], edges[1::2], strict=False))
+    first = draw(st.integers(0, length - 1))
+    for a, b in spans:
+        if a < first < b:
+            first = a
+    return length, length - first, spans
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(sequences(), min_size=1, max_size=4), st.sampled_from([None, 1, 3, 100]), st.integers(0, 99))
+def test_equals_the_plain_definition(
+    drawn: list[tuple[int, int, tuple[tuple[int, int], ...]]], window: int | None, seed: int
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(sum(length for length, _, _ in drawn), generator=g)
+    store = DictStore(len(slots))
+    rows, writes, ks, vs, qs, expected = [], [], [], [], [], []
+    row = slot = 0
+    for length, new, spans in drawn:
+        mine = slots[slot : slot + length]
+        k, v = (torch.randn(length, KV_HEADS, WIDTH, generator=g) for _ in range(2))
+        q = torch.randn(new, HEADS, WIDTH, generator=g)
+        store.write(0, mine[: length - new], k[: length - new], v[: length - new])
+        rows.append(SequenceRows(row, row + new, mine, spans))
+        writes.append(mine[length - new :])
+        ks.append(k[length - new :]), vs.append(v[length - new :]), qs.append(q)
+        mask = torch.tensor(
+            [[may_see(i, j, spans, window) for j in range(length)] for i in range(length - new, length)]
+        )
+        # An image span wider than the window hides some of its own tokens, as in transformers.
+        expected.append(plain_attention(q, k, v, mask))
+        row, slot = row + new, slot + length
+    batch = RaggedBatch(rows, torch.cat(writes), store)
+    flat = [torch.cat(x).transpose(0, 1)[None] for x in (qs, ks, vs)]
+    out, _ = ragged_attention(
+        SimpleNamespace(layer_idx=0), *flat, None, scaling=WIDTH**-0.5, sliding_window=window, polylens_batch=batch
+    )
+    torch.testing.assert_close(out[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_plain_causal_needs_no_mask() -> None:
+    rows = SequenceRows(0, 5, torch.arange(5))
+    assert attention_mask_nc(rows, None, torch.device("cpu")) is None
+    assert attention_mask_nc(rows, 5, torch.device("cpu")) is None
+    assert attention_mask_nc(rows, 4, torch.device("cpu")) is not None
+
+
+@pytest.mark.parametrize("argument", ["softcap", "s_aux"])
+def test_options_that_are_not_served_are_refused(argument: str) -> None:
+    x = torch.zeros(1, 2, 1, WIDTH)
+    batch = RaggedBatch([SequenceRows(0, 1, torch.zeros(1, dtype=torch.long))], torch.zeros(1, dtype=torch.long), DictStore(1))
+    with pytest.raises(ModelLoadError, match=argument):
+        ragged_attention(SimpleNamespace(layer_idx=0), x, x, x, None, polylens_batch=batch, **{argument: 30.0})
+
+
+def test_a_call_without_its_batch_is_an_internal_error() -> None:
+    x = torch.zeros(1, 2, 1, WIDTH)
+    with pytest.raises(InternalError):
+        ragged_attention(SimpleNamespace(layer_idx=0), x, x, x, None)

@@ -1,0 +1,240 @@
+"""Row rules of real architectures: the five families' tiny checkpoints, cut copies, results kept on disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polylens.config import EngineConfig
+from polylens.core import Component, LayerKind
+from polylens.models import probe_model
+from polylens.models.loading import LoadedModel, load_model, prepare_model
+from polylens.models.probe import CONTRAST_FACTOR, ProbeResult
+from polylens.models.probe_cache import ProbeCache, default_cache_dir
+from polylens.models.probe_copy import _rule_of_block, copy_for_probe, encoder_layers
+from polylens.models.probe_items import synthetic_items
+from polylens.models.probe_model import find_row_rules
+from polylens.models.row_rules import ItemSize, RowRule
+from tests.families.build import FAMILIES, VIDEO_FAMILIES
+
+CheckpointOf = Callable[[str], Path]
+PATCH_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def loaded_of(checkpoint: CheckpointOf) -> Callable[[str], LoadedModel]:
+    models: dict[str, LoadedModel] = {}
+
+    def load(family: str) -> LoadedModel:
+        if family not in models:
+            models[family] = load_model(checkpoint(family), EngineConfig())
+        return models[family]
+
+    return load
+
+
+LoadedOf = Callable[[str], LoadedModel]
+
+
+def deepened(loaded: LoadedModel, depth: int, **vision: Any) -> LoadedModel:
+    """The same family with more blocks in its tower, and other vision settings."""
+    config = copy.deepcopy(loaded.config)
+    depth_name = "depth" if hasattr(config.vision_config, "depth") else "num_hidden_layers"
+    for name, value in {depth_name: depth, **vision}.items():
+        owner = config if hasattr(config, name) else config.vision_config
+        setattr(owner, name, value)
+    torch.manual_seed(0)
+    return prepare_model(type(loaded.model)(config), loaded.processing.processor, source="deepened")
+
+
+def block_rules(result: ProbeResult, loaded: LoadedModel) -> set[RowRule]:
+    return {result.rules[name] for name in encoder_layers(loaded.layers)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_get_their_rules(family: str, loaded_of: LoadedOf, tmp_path: Path) -> None:
+    loaded = loaded_of(family)
+    result = find_row_rules(loaded, cache_dir=tmp_path)
+    assert set(result.rules) == set(encoder_layers(loaded.layers))
+    idle = {name for name, rule in result.rules.items() if rule is RowRule.NO_EFFECT}
+    assert idle == {name for name in result.rules if family == "llava" and ".layers.2." in name}
+    rule = RowRule.PATCHES if family in PATCH_FAMILIES else RowRule.TILES
+    assert {found for name, found in result.rules.items() if name not in idle} == {rule}
+    assert result.mixed
+    assert result.contrast >= CONTRAST_FACTOR
+    assert not result.reasons
+    assert not result.unreachable
+
+
+def test_gemma_projector_is_a_probed_parameter(loaded_of: LoadedOf, tmp_path: Path) -> None:
+    loaded = loaded_of("gemma3")
+    bare = [name for name, spec in loaded.layers.specs.items() if spec.kind is LayerKind.MATMUL]
+    assert [find_row_rules(loaded, cache_dir=tmp_path).rules[name] for name in bare] == [RowRule.TILES]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_synthetic_items_are_unequal(family: str, loaded_of: LoadedOf) -> None:
+    batches = synthetic_items(loaded_of(family).processing)
+    assert len(batches) == (2 if family in VIDEO_FAMILIES else 1)
+    for batch in batches:
+        sizes = [ItemSize.of(item) for item in batch]
+        assert len({size.num_patches for size in sizes}) > 1
+        assert len({size.num_tokens for size in sizes}) > 1
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"), [("qwen2_5_vl", RowRule.TILES), ("llava", RowRule.IMAGES), ("gemma3", RowRule.IMAGES)]
+)
+def test_a_wrong_declaration_is_rejected(family: str, wrong: RowRule, loaded_of: LoadedOf, tmp_path: Path) -> None:
+    loaded = loaded_of(family)
+    connector = r"merger\.mlp\.0|multi_modal_projector"
+    planted = replace(loaded, notes=replace(loaded.notes, declared_rules={connector: wrong}))
+    result = find_row_rules(planted, cache_dir=tmp_path)
+    assert not result.mixed
+    unproven = result.layers_with(RowRule.UNPROVEN)
+    assert unproven
+    assert {loaded.layers.specs[name].component for name in unproven} == {Component.CONNECTOR}
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "vision", "kept"),
+    [
+        ("qwen2_vl", 9, {}, (0, 7, 8)),
+        ("qwen2_5_vl", 9, {"fullatt_block_indexes": [2, 4, 6, 8]}, (0, 2, 7, 8)),
+        ("qwen3_vl", 9, {"deepstack_visual_indexes": [1, 3, 5]}, (0, 1, 3, 5, 7, 8)),
+        ("gemma3", 6, {}, (0, 4, 5)),
+        ("llava", 6, {}, (0, 4, 5)),
+        ("llava", 7, {"vision_feature_layer": -3}, (0, 4, 5, 6)),
+        ("llava", 7, {"vision_feature_layer": 3}, (0, 2, 3, 5, 6)),
+        ("llava", 7, {"vision_feature_layer": [2, -2]}, (0, 1, 2, 5, 6)),
+    ],
+)
+def test_a_cut_copy_gives_the_rules_of_the_whole(
+    family: str, depth: int, vision: dict[str, Any], kept: tuple[int, ...], loaded_of: LoadedOf, tmp_path: Path
+) -> None:
+    big = deepened(loaded_of(family), depth, **vision)
+    assert copy_for_probe(big.model, big.layers, max_parameters=0).kept == kept
+    cut = find_row_rules(big, cache_dir=tmp_path / "cut", max_parameters=0)
+    whole = find_row_rules(big, cache_dir=tmp_path / "whole")
+    assert cut.rules == whole.rules
+    assert cut.mixed
+
+
+def test_a_cut_copy_in_bfloat16_is_probed_in_float32(loaded_of: LoadedOf, tmp_path: Path) -> None:
+    big = deepened(loaded_of("qwen2_vl"), 9)
+    half = prepare_model(big.model.to(torch.bfloat16), big.processing.processor, source="half")
+    result = find_row_rules(half, cache_dir=tmp_path, max_parameters=0)
+    assert block_rules(result, half) == {RowRule.PATCHES}
+    assert result.noise_floor < 1e-4
+
+
+N, P, T, U = RowRule.NO_EFFECT, RowRule.PATCHES, RowRule.TILES, RowRule.UNPROVEN
+
+
+@pytest.mark.parametrize(
+    ("rules", "number", "expected"),
+    [
+        ({0: P, 8: P}, 4, P),
+        ({0: P, 8: P}, 8, P),
+        ({0: P, 8: T}, 4, U),
+        ({0: P, 8: U}, 4, U),
+        ({0: P, 8: N}, 8, N),
+        ({0: P, 8: N}, 4, P),
+        ({0: P, 2: N, 8: N}, 5, N),
+        ({0: P, 2: N, 8: N}, 1, P),
+        ({0: N, 8: N}, 4, N),
+        ({}, 4, U),
+    ],
+)
+def test_rules_of_blocks_that_were_cut(rules: dict[int, RowRule], number: int, expected: RowRule) -> None:
+    assert _rule_of_block(number, rules) is expected
+
+
+def test_results_round_trip(tmp_path: Path) -> None:
+    cache = ProbeCache(tmp_path)
+    result = ProbeResult({"a": P, "b": U}, 1e-6, 2e-6, float("inf"), {"b": "because"}, ("c",))
+    cache.store({"model": 1}, result)
+    assert cache.load({"model": 1}, ["a", "b"]) == result
+    assert cache.load({"model": 2}, ["a", "b"]) is None
+    assert cache.load({"model": 1}, ["a"]) is None
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"]
+
+
+def test_a_kept_result_is_used_and_belongs_to_one_architecture(
+    loaded_of: LoadedOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loaded_of("llava")
+    first = find_row_rules(loaded, cache_dir=tmp_path)
+    probes = count_probes(monkeypatch)
+    assert find_row_rules(loaded, cache_dir=tmp_path) == first
+    assert probes == []
+    find_row_rules(deepened(loaded, 4), cache_dir=tmp_path)
+    assert len(probes) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"rules": {}}', '{"rules": 3}', b"\xff\xfe"])
+def test_a_damaged_file_is_probed_again(
+    damage: str | bytes, loaded_of: LoadedOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loaded_of("llava")
+    first = find_row_rules(loaded, cache_dir=tmp_path)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    probes = count_probes(monkeypatch)
+    assert find_row_rules(loaded, cache_dir=tmp_path).rules == first.rules
+    assert len(probes) == 1
+    assert json.loads(file.read_text())["rules"]
+
+
+def test_an_unknown_rule_in_a_file_is_probed_again(loaded_of: LoadedOf, tmp_path: Path) -> None:
+    loaded = loaded_of("llava")
+    first = find_row_rules(loaded, cache_dir=tmp_path)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(file.read_text().replace('"tiles"', '"rows"'))
+    assert find_row_rules(loaded, cache_dir=tmp_path).rules == first.rules
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(loaded_of: LoadedOf, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert find_row_rules(loaded_of("llava"), cache_dir=tmp_path / "file").mixed
+
+
+def test_the_cache_folder_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYLENS_CACHE", str(tmp_path))
+    assert default_cache_dir() == tmp_path
+    monkeypatch.delenv("POLYLENS_CACHE")
+    assert default_cache_dir() == Path.home() / ".cache" / "polylens"
+
+
+def test_a_model_that_cannot_be_probed_runs_one_adapter_at_a_time(
+    loaded_of: LoadedOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise TypeError("no such config entry")
+
+    monkeypatch.setattr(probe_model, "copy_for_probe", broken)
+    loaded = loaded_of("llava")
+    result = find_row_rules(loaded, cache_dir=tmp_path)
+    assert block_rules(result, loaded) == {RowRule.UNPROVEN}
+    assert not result.mixed
+    assert "no such config entry" in caplog.text
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def count_probes(monkeypatch: pytest.MonkeyPatch) -> Sequence[None]:
+    probes: list[None] = []
+    real = probe_model.copy_for_probe
+
+    def counted(*args: Any, **options: Any) -> Any:
+        probes.append(None)
+        return real(*args, **options)
+
+    monkeypatch.setattr(probe_model, "copy_for_probe", counted)
+    return probes
