@@ -11,4 +11,4 @@ import torch
 
 torch.set_num_threads(1)
 
-from tests.families.fixtures import checkpoint  # noqa: E402, F401
+from tests.families.fixtures import checkpoint, own_cache_folder  # noqa: E402, F401

@@ -42,6 +42,7 @@ class Handwriting:
     """Real handwritten digits, 8 x 8, by value. Training and held-out pools share no digit."""
 
     by_digit: dict[int, list[Mask]] = field(default_factory=dict)
+    is_distorted: bool = False  # training: lean and stretch each digit, as 1348 of them are few
 
 
 def load_handwriting(held_out: bool, seed: int = 0, held_out_share: float = 0.25) -> Handwriting:
@@ -52,7 +53,7 @@ def load_handwriting(held_out: bool, seed: int = 0, held_out_share: float = 0.25
     order = np.random.default_rng(seed).permutation(len(digits.target))
     num_held_out = int(len(order) * held_out_share)
     chosen = order[:num_held_out] if held_out else order[num_held_out:]
-    pool = Handwriting({value: [] for value in range(10)})
+    pool = Handwriting({value: [] for value in range(10)}, is_distorted=not held_out)
     for index in chosen:
         pool.by_digit[int(digits.target[index])].append((digits.images[index] / 16.0).astype(np.float32))
     return pool
@@ -118,6 +119,8 @@ def _handwritten_row(text: str, pool: Handwriting, rng: np.random.Generator) -> 
         sample = samples[rng.integers(len(samples))]
         picture = Image.fromarray((sample * 255).astype(np.uint8))
         picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+        if pool.is_distorted:
+            picture = _distort(picture, rng)
         picture = picture.rotate(float(rng.uniform(-8, 8)), Image.Resampling.BILINEAR)
         top = int(rng.integers(0, 9))
         row[top : top + height, position * width : (position + 1) * width] = np.asarray(picture) / 255
@@ -125,28 +128,38 @@ def _handwritten_row(text: str, pool: Handwriting, rng: np.random.Generator) -> 
     return np.clip((row - 0.25) * 1.8, 0, 1)
 
 
+def _distort(picture: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """Another hand's version of a digit: leaning, narrower or wider, its bars shorter or longer."""
+    centre = np.array(picture.size) / 2
+    matrix = np.array(
+        [[rng.uniform(0.88, 1.12), rng.uniform(-0.2, 0.2)], [rng.uniform(-0.1, 0.1), rng.uniform(0.88, 1.12)]]
+    )
+    shift = centre - matrix @ centre + rng.uniform(-1, 1, size=2)
+    coefficients = (*matrix[0], shift[0], *matrix[1], shift[1])
+    return picture.transform(picture.size, Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
+
+
 # Segments a to g, clockwise from the top, the middle one last; each value lists those that are lit.
 _LIT = ("abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg", "abc", "abcdefg", "abcdfg")
 
 
 def _segment_bars(width: int, height: int, thick: int) -> dict[str, tuple[int, int, int, int]]:
-    """Boxes (left, top, right, bottom) of the seven bars in a cell; a gap of one pixel between bars."""
+    """Boxes (left, top, right, bottom) of the seven bars in a cell; they meet in its corners."""
     middle, right, bottom = height // 2, width - 1, height - 1
-    half = thick // 2
     return {
-        "a": (thick, 0, right - thick, thick - 1),
-        "b": (right - thick + 1, thick, right, middle - half - 1),
-        "c": (right - thick + 1, middle + half + 1, right, bottom - thick),
-        "d": (thick, bottom - thick + 1, right - thick, bottom),
-        "e": (0, middle + half + 1, thick - 1, bottom - thick),
-        "f": (0, thick, thick - 1, middle - half - 1),
-        "g": (thick, middle - half, right - thick, middle - half + thick - 1),
+        "a": (1, 0, right - 1, thick - 1),
+        "b": (right - thick + 1, 1, right, middle - 1),
+        "c": (right - thick + 1, middle + 1, right, bottom - 1),
+        "d": (1, bottom - thick + 1, right - 1, bottom),
+        "e": (0, middle + 1, thick - 1, bottom - 1),
+        "f": (0, 1, thick - 1, middle - 1),
+        "g": (2, middle - thick // 2, right - 2, middle - thick // 2 + thick - 1),
     }
 
 
 def _segment_row(text: str, rng: np.random.Generator) -> tuple[Mask, Mask]:
     """Masks of the lit and of the unlit bars, slanted alike."""
-    width, height, gap = int(rng.integers(15, 19)), int(rng.integers(28, 35)), 6
+    width, height, gap = int(rng.integers(17, 21)), int(rng.integers(28, 35)), 5
     bars = _segment_bars(width, height, thick=int(rng.integers(3, 6)))
     slant = float(rng.uniform(0, 0.15))
     lean = int(slant * height) + 1
@@ -221,7 +234,7 @@ def _paint_display(lit: Mask, unlit: Mask, rng: np.random.Generator) -> Image.Im
     """A bright lamp on a dark display; bars that are off still shine faintly."""
     back = rng.integers(5, 35, size=3).astype(np.float32)
     lamp = _LAMPS[rng.integers(len(_LAMPS))]
-    return _to_picture(_blend(_blend(back, lamp * 0.25, unlit), lamp, lit))
+    return _to_picture(_blend(_blend(back, lamp * 0.15, unlit), lamp, lit))
 
 
 def _iron_palette() -> np.ndarray:

@@ -154,5 +154,8 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration
 
 def save(model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, folder: Path) -> None:
     """float16 on disk (half the size; digits read the same), config and processor files beside it."""
-    copy.deepcopy(model).to(torch.float16).save_pretrained(folder)
+    half = copy.deepcopy(model).to(torch.float16)
+    for part in (half.config.text_config, half.config.vision_config):
+        part.dtype = torch.float16  # save_pretrained writes the whole model's dtype only
+    half.save_pretrained(folder)
     processor.save_pretrained(folder)

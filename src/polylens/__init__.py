@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polylens.core import ChatRequest, Completion, CompletionDelta, SamplingParams
+from polylens.core import ChatRequest, Completion, CompletionDelta, Constraint, SamplingParams, TextRequest
 from polylens.errors import PolylensError
 
 if TYPE_CHECKING:
     from polylens.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ChatRequest", "Completion", "CompletionDelta", "PolylensError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "ChatRequest",
+    "Completion",
+    "CompletionDelta",
+    "Constraint",
+    "PolylensError",
+    "SamplingParams",
+    "TextRequest",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,10 @@ MAX_VIDEO_PIXELS = 256 * 1024 * 1024
 MAX_SOURCE_FRAMES = 30 * 60 * 60
 """Longest video file read, in frames (an hour at 30 a second): frames must be decoded one after the other."""
 
+MAX_SOURCE_PIXELS = 64 * 1024 * 1024 * 1024
+"""Most pixels decoded of one video file, all its frames together: 18 minutes of 1080p at 30 frames a second, an
+hour of 480p; some minutes of decoding."""
+
 NUM_SAMPLED_FRAMES = 8
 """Pictures a video becomes for a family that takes no videos; as many as fit the context of small models."""
 
@@ -53,6 +57,10 @@ class EngineConfig:
     page_tokens: int = DEFAULT_PAGE_TOKENS
     kv_bytes: int = 1024 * MIB
     vision_cache_bytes: int = 256 * MIB
+    adapter_device_bytes: int | None = None
+    """Adapters on the device at a time; the others come in when asked for. None: all that are loaded."""
+    adapter_host_bytes: int | None = None
+    """Adapters kept in CPU memory beside those on the device, which spares reading files again; None: all."""
     max_step_tokens: int = 2048
     """Tokens (prefill chunks plus decodes) in one text step."""
     max_running: int = 64

@@ -7,9 +7,9 @@ t tokens (or rows), d a layer's width, i a layer's input width, o its output wid
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from polylens.errors import RequestError
 
@@ -34,6 +34,18 @@ class LayerKind(StrEnum):
     """An `nn.Linear`: weight (out, in), y = x Wᵀ + b."""
     MATMUL = "matmul"
     """A bare 2-D `nn.Parameter` (in, out) used as y = x W (Gemma 3's projector)."""
+    CONV = "conv"
+    """A patch embedding: an `nn.Conv2d` or `nn.Conv3d` whose stride is its kernel, so a linear layer over patches.
+
+    in_features: values of one patch. One row is one leading index of its input: a patch, or a whole tile."""
+    NORM = "norm"
+    """A norm with a weight (width,) and perhaps a bias; each row by itself."""
+    EMBEDDING = "embedding"
+    """The token embedding (in_features: the vocabulary); rows are token ids."""
+
+
+FACTOR_KINDS = frozenset({LayerKind.LINEAR, LayerKind.MATMUL, LayerKind.CONV, LayerKind.EMBEDDING})
+"""Kinds of layer that take factors A and B; a norm can only be replaced."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +68,9 @@ class ModelLayers:
 
     `rename` maps a module path as written by any transformers 4.4x/5.x to this model's path
     (unchanged when no rule applies). `model_type` and `model_class` are for messages.
-    `other_modules` are module paths that exist but cannot take a delta (norms, convolutions,
-    embeddings): used to say *why* a tensor does not fit.
+    `other_modules` are module paths that exist but cannot take a delta: used to say *why* a tensor does not fit.
+    `parameters` are the base model's own tensors by name (on the meta device where only a config was read):
+    what DoRA's norms and new biases are computed against. `source`: where the model was loaded from, if known.
     """
 
     specs: Mapping[str, LayerSpec]
@@ -66,6 +79,8 @@ class ModelLayers:
     model_class: str
     num_text_layers: int
     other_modules: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,75 @@ class Delta:
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by field name; `with_tensors` puts others in their place."""
+        return {"a": self.a, "b": self.b}
+
+
+@dataclass(frozen=True)
+class ScaledDelta(Delta):
+    """A delta that also scales the layer's outputs (DoRA) or shifts them (a new bias):
+
+        y = scale_o ⊙ (y_base + scaling · (x Aᵀ) Bᵀ) + shift_o
+
+    y_base includes the base layer's bias. scale_o, shift_o: (out_features,), None where nothing is to be done.
+    """
+
+    scale_o: torch.Tensor | None = None
+    shift_o: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        optional = {"scale_o": self.scale_o, "shift_o": self.shift_o}
+        return super().tensors() | {name: x for name, x in optional.items() if x is not None}
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Parameters of one layer that take the place of the base model's, on the adapter's rows (`modules_to_save`).
+
+    weight: as the base layer's own, None to keep that; bias likewise.
+    """
+
+    layer: str
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by field name, which is also the parameter's name."""
+        return {name: x for name, x in (("weight", self.weight), ("bias", self.bias)) if x is not None}
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of the embedding (or, where it is tied, of the head) that take the place of the base model's.
+
+    rows_nd: (n, width), the new rows of `token_ids` (n ascending ids).
+    """
+
+    layer: str
+    token_ids: tuple[int, ...]
+    rows_nd: torch.Tensor
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"rows_nd": self.rows_nd}
+
+
+Change = Delta | Replacement | TokenRows
+"""What one adapter does to one layer. `type(change) is Delta`: the plain factors that the fast path knows."""
+
+
+def with_tensors(change: Change, tensors: Mapping[str, torch.Tensor]) -> Change:
+    """`change` with other tensors, by the names that `change.tensors()` has."""
+    return replace(change, **tensors)  # type: ignore[arg-type]  # mypy knows no fields of a union
 
 
 @dataclass(frozen=True)
@@ -106,9 +190,11 @@ class Adapter:
 
     name: str
     source: str
-    deltas: Mapping[str, Delta]
+    deltas: Mapping[str, Change]
     digests: Digests
     num_bytes: int
+    special: bool = False
+    """Whether any of `deltas` is more than plain factors of a linear layer."""
 
     @property
     def vision_digest(self) -> str:
@@ -140,13 +226,58 @@ class MediaItem:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """A form that a whole answer must have, held token by token. The request ends when the form is complete.
+
+    kind "json_object": any JSON object. "json_schema": `value` is the JSON schema (keywords that cannot be held
+    are refused when the request is prepared). "regex": `value` is a pattern of the whole answer, without
+    look-around and back-references. "choice": `value` is a tuple of strings, one of which is the answer.
+    An answer cut at `max_tokens` is a beginning of such a form. Raises RequestError.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice"]
+    value: Any = None
+
+    def __post_init__(self) -> None:
+        wanted = _CONSTRAINT_VALUES.get(self.kind) if isinstance(self.kind, str) else None
+        if wanted is None:
+            raise RequestError(
+                f"constraint.kind must be one of {', '.join(_CONSTRAINT_VALUES)}, got {self.kind!r}", param="constraint"
+            )
+        check, description = wanted
+        if not check(self.value):
+            raise RequestError(
+                f"a {self.kind} constraint takes {description}, got {self.value!r:.200}", param="constraint"
+            )
+
+
+def _are_choices(value: Any) -> bool:
+    return isinstance(value, tuple | list) and bool(value) and all(isinstance(one, str) and one for one in value)
+
+
+_CONSTRAINT_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "json_object": (lambda value: value is None, "no value"),
+    "json_schema": (lambda value: isinstance(value, dict), "a JSON schema, as a dict"),
+    "regex": (lambda value: isinstance(value, str) and bool(value), "a pattern, as a non-empty string"),
+    "choice": (_are_choices, "a tuple of one or more non-empty strings"),
+}
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends. Greedy by default.
 
     temperature 0 is greedy. top_p in (0, 1]; top_k 0 is off; min_p in [0, 1). `seed` makes a request's
     draws independent of its batch mates. `logprobs`: None, or how many top alternatives to return per
-    token (0: the chosen token only). `return_logits` keeps each step's raw float32 logits (vocab,) on
-    the CPU: for tests and `verify`. `ignore_eos` generates `max_tokens` tokens regardless of stop ids.
+    token (0: the chosen token only); they are those of the raw logits, before all that follows.
+    `return_logits` keeps each step's raw float32 logits (vocab,) on the CPU: for tests and `verify`.
+    `ignore_eos` generates `max_tokens` tokens regardless of stop ids.
+
+    What changes the logits, in this order: `constraint` (see `Constraint`); `logit_bias` adds to the logits of
+    token ids, -100 to 100; `repetition_penalty` above 0 divides positive and multiplies negative logits of tokens
+    that prompt or answer hold; `frequency_penalty` is subtracted once for each time the answer has the token, and
+    `presence_penalty` once if it has it (both -2 to 2).
+
     A request also ends (finish reason "length") where prompt and answer fill the model's context.
     Raises RequestError for a value out of range, naming it.
     """
@@ -162,22 +293,54 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     return_logits: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _check(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more")
-        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _check(0.0 <= self.min_p < 1.0, "min_p", self.min_p, "at least 0 and below 1")
-        _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "None or in [0, 2**63)")
-        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "None, 0 or more")
+        _check_integer("max_tokens", self.max_tokens, 1)
+        _check_number("temperature", self.temperature, lambda value: value >= 0.0, "0 (greedy) or more")
+        _check_number("top_p", self.top_p, lambda value: 0.0 < value <= 1.0, "above 0 and at most 1")
+        _check_integer("top_k", self.top_k, 0)
+        _check_number("min_p", self.min_p, lambda value: 0.0 <= value < 1.0, "at least 0 and below 1")
+        _check_number("presence_penalty", self.presence_penalty, lambda value: -2.0 <= value <= 2.0, "-2 to 2")
+        _check_number("frequency_penalty", self.frequency_penalty, lambda value: -2.0 <= value <= 2.0, "-2 to 2")
+        _check_number("repetition_penalty", self.repetition_penalty, lambda value: value > 0.0, "above 0")
+        self._check_logit_bias()
+        is_constraint = self.constraint is None or isinstance(self.constraint, Constraint)
+        _check(is_constraint, "constraint", self.constraint, "a Constraint")
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0)
+            _check(self.seed < 2**63, "seed", self.seed, "below 2**63")
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0)
+        _check(isinstance(self.stop, tuple | list), "stop", self.stop, "a tuple of strings")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "a tuple of non-empty strings")
-        _check(not isinstance(self.stop, str), "stop", self.stop, "a tuple of strings, not one string")
+        for token_id in self.stop_token_ids:
+            _check_integer("stop_token_ids", token_id, 0)
+
+    def _check_logit_bias(self) -> None:
+        _check(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias, "a dict of token id to bias")
+        for token_id, bias in self.logit_bias.items():
+            _check_integer("logit_bias", token_id, 0)
+            _check_number("logit_bias", bias, lambda value: -100.0 <= value <= 100.0, "-100 to 100")
 
 
 def _check(ok: bool, param: str, value: object, wanted: str) -> None:
     if not ok:
         raise RequestError(f"{param} must be {wanted}, got {value!r}", param=param)
+
+
+def _check_integer(param: str, value: object, low: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    _check(ok, param, value, f"an integer of at least {low}")
+
+
+def _check_number(param: str, value: object, in_range: Callable[[float], bool], wanted: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    _check(is_number and in_range(value), param, value, f"a number, {wanted}")  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -187,12 +350,35 @@ class ChatRequest:
     messages: OpenAI-style dicts; content is a string or a list of parts `{"type": "text", "text"}`,
     `{"type": "image", "image": PIL image | path}`, `{"type": "video", "video": path | list of PIL
     images | uint8 array, "fps": optional}`. adapter: a loaded adapter's name, or None for the base.
+    chat_template_kwargs: variables of the model's chat template. mm_processor_kwargs: `min_pixels`, `max_pixels`,
+    `fps`, `num_frames` (see `models.media_settings`). cache_salt: what the request computes is found again in
+    prefix and vision cache only by requests with the same salt.
     """
 
     messages: Sequence[Mapping[str, Any]]
     adapter: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A prompt to go on from, without chat template and media: text (typed control tokens bind nothing) or token ids.
+
+    The rest as in `ChatRequest`.
+    """
+
+    prompt: str | Sequence[int]
+    adapter: str | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+    cache_salt: str | None = None
+
+
+Request = ChatRequest | TextRequest
 
 
 class FinishReason(StrEnum):
@@ -237,8 +423,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """One step of a streamed answer: the new text and tokens, and the completion when it is the last."""
+    """One step of a streamed answer: the new text and tokens, and the completion when it is the last.
+
+    logprobs: of `token_ids`, if asked for. A token's text may come with a later step than the token itself.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None

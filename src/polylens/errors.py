@@ -72,6 +72,22 @@ class PromptTooLongError(RequestError):
     """The prompt, or prompt plus `max_tokens`, does not fit the context or the memory plan."""
 
 
+class QueueFullError(PolylensError):
+    """Too many requests wait already; nothing of this one was done, so it may be sent again later."""
+
+
+class ShuttingDownError(PolylensError):
+    """The engine takes no new requests, or ended this one, because it is being stopped."""
+
+
+class DeadlineError(PolylensError):
+    """A request was not done within its deadline and has been ended."""
+
+
+class AbortedError(PolylensError):
+    """A request was aborted by whoever sent it."""
+
+
 class RowRuleError(PolylensError):
     """A layer was called with a number of rows its row rule does not explain.
 
@@ -81,3 +97,7 @@ class RowRuleError(PolylensError):
 
 class InternalError(PolylensError):
     """An invariant of polylens does not hold; please report it."""
+
+
+class EngineFailedError(InternalError):
+    """The engine's thread ended with an error: it answers nothing any more until it is started anew."""

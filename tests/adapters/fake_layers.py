@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,19 @@ CONNECTOR = "model.visual.merger.mlp.0"
 PARAMETER = "model.projector.input_weight"
 LANGUAGE = "model.language_model.layers.0.self_attn.q_proj"
 CONVOLUTION = "model.visual.patch_embed.proj"
+PATCH = (3, 2, 4, 4)
+"""Kernel of the convolution: channels, frames, height, width."""
 NORM = "model.visual.norm"
+EMBEDDING = "model.language_model.embed_tokens"
+VOCABULARY = 11
+POSITIONS = "model.visual.pos_embed"
 
 
 def _rename(path: str) -> str:
     """Old names of this made-up model: `visual.*`, `model.layers.*`."""
     if path.startswith("visual."):
         return f"model.{path}"
-    if path.startswith("model.layers."):
+    if path.startswith(("model.layers.", "model.embed_tokens")):
         return f"model.language_model.{path.removeprefix('model.')}"
     return path
 
@@ -38,6 +44,9 @@ def fake_layers() -> ModelLayers:
         LayerSpec(CONNECTOR, Component.CONNECTOR, LayerKind.LINEAR, IN, OUT),
         LayerSpec(PARAMETER, Component.CONNECTOR, LayerKind.MATMUL, IN, OUT),
         LayerSpec("lm_head", Component.LANGUAGE_MODEL, LayerKind.LINEAR, IN, OUT),
+        LayerSpec(CONVOLUTION, Component.VISION_TOWER, LayerKind.CONV, math.prod(PATCH), OUT),
+        LayerSpec(NORM, Component.VISION_TOWER, LayerKind.NORM, IN, IN),
+        LayerSpec(EMBEDDING, Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, VOCABULARY, IN),
         *(
             LayerSpec(
                 f"model.language_model.layers.{index}.self_attn.{name}",
@@ -56,8 +65,28 @@ def fake_layers() -> ModelLayers:
         model_type="fake_vl",
         model_class="FakeForConditionalGeneration",
         num_text_layers=NUM_LAYERS,
-        other_modules={CONVOLUTION: "Conv3d", NORM: "LayerNorm"},
+        other_modules={POSITIONS: "Embedding"},
+        parameters=_parameters(specs),
     )
+
+
+def _parameters(specs: list[LayerSpec]) -> dict[str, torch.Tensor]:
+    """Random base weights; biases for norms and for the tower's and connector's layers."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in specs:
+        o, i = spec.out_features, spec.in_features
+        weight = spec.name if spec.kind is LayerKind.MATMUL else f"{spec.name}.weight"
+        shapes[weight] = {
+            LayerKind.LINEAR: (o, i),
+            LayerKind.MATMUL: (i, o),
+            LayerKind.CONV: (o, *PATCH),
+            LayerKind.NORM: (o,),
+            LayerKind.EMBEDDING: (i, o),
+        }[spec.kind]
+        if spec.kind is LayerKind.NORM or (spec.kind is LayerKind.LINEAR and "visual" in spec.name):
+            shapes[f"{spec.name}.bias"] = (o,)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def factors(module: str, rank: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

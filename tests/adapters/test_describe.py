@@ -50,10 +50,11 @@ def test_without_a_model_names_are_not_guessed_at(tmp_path: Path) -> None:
 
 def test_everything_wrong_at_once(tmp_path: Path) -> None:
     tensors = {**factors(TOWER), **factors("nowhere"), f"{TOWER}.lora_magnitude_vector": torch.ones(1)}
-    described = describe(tmp_path, tensors, modules_to_save=["lm_head"], bias="all")
+    described = describe(tmp_path, tensors, layer_replication=[[0, 1]], bias="most")
     assert described.loads is False
-    assert [refusal.option for refusal in described.refused] == ["bias", "modules_to_save", "use_dora"]
-    assert "nowhere" in described.problems[0]
+    assert [refusal.option for refusal in described.refused] == ["bias", "layer_replication"]
+    assert "use_dora is false" in described.problems[0]
+    assert "nowhere" in described.problems[1]
     assert described.digests is None
     assert described.components is not None
 

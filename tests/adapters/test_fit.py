@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ from hypothesis import strategies as st
 from polylens.adapters.fit import fit_adapter
 from polylens.adapters.load import load_adapter
 from polylens.adapters.options import parse_options
-from polylens.core import Component, LayerKind, LayerSpec, ModelLayers
+from polylens.core import Component, LayerKind, LayerSpec, ModelLayers, ScaledDelta, TokenRows
 from polylens.errors import AdapterError, AdapterFormatError, AdapterMismatchError, AdapterUnsupportedError
 from tests.adapters.fake_layers import (
     CONNECTOR,
     CONVOLUTION,
+    EMBEDDING,
     IN,
     LANGUAGE,
     NORM,
     OUT,
     PARAMETER,
+    PATCH,
+    POSITIONS,
     TOWER,
+    VOCABULARY,
     config,
     factors,
     fake_layers,
@@ -207,34 +212,109 @@ def test_ambiguous_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "option", "words"),
+    ("name", "shape", "words"),
     [
-        (f"{TOWER}.lora_magnitude_vector.weight", (OUT,), "use_dora", "magnitude"),
-        (f"{TOWER}.lora_magnitude_vector", (OUT,), "use_dora", "magnitude"),
-        (f"{TOWER}.lora_B.bias", (OUT,), "lora_bias", "bias"),
-        (f"{TOWER}.lora_B.default.bias", (OUT,), "lora_bias", "bias"),
-        ("model.embed_tokens.lora_embedding_A", (2, 4), "target_modules", "embedding"),
-        ("model.embed_tokens.token_adapter.trainable_tokens_delta", (2, 4), "trainable_token_indices", "rows"),
-        ("lm_head.weight", (OUT, IN), "modules_to_save", "whole weight"),
-        ("lm_head.modules_to_save.default.weight", (OUT, IN), "modules_to_save", "whole weight"),
-        (f"{TOWER}.base_layer.weight", (OUT, IN), "modules_to_save", "whole weight"),
-        (f"{TOWER}.base_layer.bias", (OUT,), "modules_to_save", "whole weight"),
+        (f"{TOWER}.lora_magnitude_vector.weight", (OUT,), "use_dora is false"),
+        (f"{TOWER}.lora_magnitude_vector", (OUT,), "use_dora is false"),
+        (f"{TOWER}.lora_B.bias", (OUT,), "lora_bias is false"),
+        (f"{TOWER}.lora_B.default.bias", (OUT,), "more than one adapter name"),
+        ("model.embed_tokens.lora_embedding_A", (2, 4), "no lora_embedding_B"),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta", (2, IN), "names 0 tokens"),
+        ("lm_head.weight", (OUT + 1, IN), f"for {OUT + 1} tokens, the model has {OUT}"),
+        ("model.embed_tokens.weight", (VOCABULARY + 2, IN), f"for {VOCABULARY + 2} tokens, the model has {VOCABULARY}"),
+        ("lm_head.bias", (OUT,), "has no bias"),
+        (f"{TOWER}.base_layer.bias", (OUT + 1,), "has shape"),
+        (f"{TOWER}.original_module.weight", (OUT, IN), "the module is not replaced"),
+        (f"{PARAMETER}_2", (IN, OUT), "has no such parameter"),
     ],
 )
-def test_tensors_of_other_options(tmp_path: Path, name: str, shape: tuple[int, ...], option: str, words: str) -> None:
-    tensors = {**factors(TOWER), f"base_model.model.{name}": torch.ones(shape)}
-    with pytest.raises(AdapterUnsupportedError, match=words) as caught:
-        load(tmp_path, tensors)
-    assert caught.value.option == option
+def test_tensors_of_other_options(tmp_path: Path, name: str, shape: tuple[int, ...], words: str) -> None:
+    """What lies beside the factors must be what the config says, and fit."""
+    mismatch(tmp_path, {**factors(TOWER), f"base_model.model.{name}": torch.ones(shape)}, words)
+
+
+def test_whole_parameters_and_copies(tmp_path: Path) -> None:
+    """New weights and biases are applied; those that are the base model's own change nothing, digest included."""
+    layers = fake_layers()
+    own = {f"base_model.model.{name}": layers.parameters[name].clone() for name in ("lm_head.weight", f"{TOWER}.bias")}
+    plain, _ = load(tmp_path / "plain", factors(TOWER))
+    adapter, report = load(tmp_path / "copies", {**factors(TOWER), **own})
+    assert (adapter.digests, list(adapter.deltas), report.num_copies) == (plain.digests, [TOWER], 2)
+    assert report.num_tensors == 4
+    assert not adapter.special
+    changed = {name: tensor + 1 for name, tensor in own.items()} | {f"{NORM}.weight": torch.ones(IN)}
+    adapter, report = load(tmp_path / "changed", {**factors(TOWER), **changed})
+    assert set(adapter.deltas) == {TOWER, "lm_head", NORM}
+    assert isinstance(adapter.deltas[TOWER], ScaledDelta)
+    assert torch.equal(adapter.deltas["lm_head"].tensors()["weight"], layers.parameters["lm_head.weight"] + 1)
+    assert adapter.special
+    assert report.num_tensors == 5
+    assert report.components[Component.LANGUAGE_MODEL].num_replaced == 1
+
+
+def test_one_parameter_under_two_names(tmp_path: Path) -> None:
+    twice = {"lm_head.weight": torch.ones(OUT, IN), "lm_head.modules_to_save.default.weight": torch.zeros(OUT, IN)}
+    mismatch(tmp_path / "a", twice, "is in the file twice")
+    repeated = {name: torch.ones(IN) for name in (f"{NORM}.bias", f"{NORM}.modules_to_save.bias")}
+    repeated[f"{NORM}.original_module.bias"] = torch.zeros(IN)  # PEFT writes all three with bias="all"
+    report = load(tmp_path / "c", repeated)[1]
+    assert (report.num_tensors, report.num_copies) == (3, 2)
+    renamed = {"visual.norm.bias": torch.ones(IN), "model.visual.norm.bias": torch.ones(IN)}
+    mismatch(tmp_path / "b", renamed, "under another name as well")
+
+
+def test_the_weight_of_a_tied_head(tmp_path: Path) -> None:
+    """A copy that is none would change head and embedding: taken only where it was trained as one of them."""
+    layers = fake_layers()
+    shared = torch.randn(VOCABULARY, IN)
+    head = LayerSpec("lm_head", Component.LANGUAGE_MODEL, LayerKind.LINEAR, IN, VOCABULARY)
+    tied = dataclasses.replace(
+        layers,
+        specs={**layers.specs, "lm_head": head},
+        parameters={**layers.parameters, "lm_head.weight": shared, f"{EMBEDDING}.weight": shared},
+    )
+    for name in ("lm_head", "model.embed_tokens"):
+        rounded = {f"{name}.weight": shared.half(), **factors(TOWER)}
+        assert load(tmp_path / f"rounded {name}", rounded, tied)[1].num_copies == 1
+        other = {f"{name}.weight": shared + 1}
+        with pytest.raises(AdapterMismatchError, match="cannot be told"):
+            load(tmp_path / f"other {name}", other, tied)
+        saved, _ = load(tmp_path / f"saved {name}", other, tied, modules_to_save=[name.rpartition(".")[2]])
+        assert list(saved.deltas) == ["lm_head" if name == "lm_head" else EMBEDDING]
+        assert load(tmp_path / f"untied {name}", {f"{EMBEDDING}.weight": shared + 1}, layers)[1].num_tensors == 1
+
+
+def test_trained_tokens(tmp_path: Path) -> None:
+    key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    rows = torch.randn(3, IN)
+    adapter, report = load(tmp_path / "a", {key: rows}, trainable_token_indices=[7, 2, 9])
+    change = adapter.deltas[EMBEDDING]
+    assert isinstance(change, TokenRows)
+    assert change.token_ids == (2, 7, 9)
+    assert torch.equal(change.rows_nd, rows[[1, 0, 2]])
+    assert report.num_tensors == 1
+    mismatch(tmp_path / "b", {key: rows}, "names 2 tokens", trainable_token_indices=[7, 2])
+    mismatch(tmp_path / "c", {key: rows}, "has 11 of width", trainable_token_indices=[7, 2, VOCABULARY])
 
 
 def test_modules_that_take_no_delta(tmp_path: Path) -> None:
-    with pytest.raises(AdapterUnsupportedError, match="is a LayerNorm"):
+    with pytest.raises(AdapterUnsupportedError, match="is a norm"):
         load(tmp_path, factors(NORM))
-    key = f"base_model.model.{CONVOLUTION}.lora"
+    with pytest.raises(AdapterUnsupportedError, match="is a Embedding"):
+        load(tmp_path, {f"{POSITIONS}.weight": torch.ones(4, IN)})
+    key = f"base_model.model.{TOWER}.lora"
     convolution = {f"{key}_A.weight": torch.ones(2, 3, 2, 4, 4), f"{key}_B.weight": torch.ones(OUT, 2, 1, 1, 1)}
-    with pytest.raises(AdapterUnsupportedError, match="convolution"):
-        load(tmp_path, convolution)
+    mismatch(tmp_path, convolution, "factors of a convolution")
+    mismatch(tmp_path, factors(EMBEDDING), "factors of no embedding")
+
+
+def test_factors_of_a_patch_embedding(tmp_path: Path) -> None:
+    key = f"base_model.model.{CONVOLUTION}.lora"
+    a, b = torch.randn(2, *PATCH), torch.randn(OUT, 2, 1, 1, 1)
+    adapter, _ = load(tmp_path / "a", {f"{key}_A.weight": a, f"{key}_B.weight": b})
+    assert torch.equal(adapter.deltas[CONVOLUTION].tensors()["a"], a.flatten(1))
+    assert adapter.special
+    mismatch(tmp_path / "b", {f"{key}_A.weight": a, f"{key}_B.weight": torch.ones(OUT, 2, 3, 3, 3)}, "no 1 x 1")
 
 
 def test_too_large_for_half_precision(tmp_path: Path) -> None:
@@ -253,6 +333,17 @@ def test_warnings(tmp_path: Path) -> None:
     assert load(tmp_path, factors(TOWER), target_modules=r".*\.attn\.qkv")[1].warnings == ()
     assert load(tmp_path, factors(TOWER), target_modules="all-linear")[1].warnings == ()
     assert load(tmp_path, factors(TOWER), target_modules="(a+)+b")[1].warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "warned"),
+    [("org/base-7b", False), ("/data/Base-7B/", False), (None, False), ("org/base-7b-instruct", True)],
+)
+def test_another_base_model_is_a_warning_where_all_fits(tmp_path: Path, trained_on: str | None, warned: bool) -> None:
+    layers = dataclasses.replace(fake_layers(), source="other/base-7b")
+    _, report = load(tmp_path, factors(TOWER), layers, base_model_name_or_path=trained_on)
+    assert bool(report.warnings) == warned
+    assert not warned or f"was trained on {trained_on}" in report.warnings[0]
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "a" * 201, "\x1b"])
@@ -287,7 +378,7 @@ def test_nothing_is_left_over(shapes: dict[str, tuple[int, ...]]) -> None:
     tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
     fit = fit_adapter(tensors, parse_options(config()), fake_layers())
     if not fit.problems and not fit.unsupported:
-        assert 2 * len(fit.layers) == len(tensors)
+        assert sum(part.num_tensors for part in fit.layers) + fit.num_copies == len(tensors)
 
 
 def test_errors_are_adapter_errors() -> None:

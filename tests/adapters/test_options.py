@@ -37,12 +37,7 @@ def test_what_peft_writes_by_default_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("use_dora", True),
-        ("modules_to_save", ["lm_head"]),
-        ("lora_bias", True),
-        ("bias", "all"),
-        ("bias", "lora_only"),
-        ("trainable_token_indices", [1, 2]),
+        ("bias", "most"),
         ("layer_replication", [[0, 2]]),
         ("alora_invocation_tokens", [5]),
         ("use_qalora", True),
@@ -99,6 +94,12 @@ def test_inits_that_keep_the_base_weights(value: Any) -> None:
         ("target_modules", {"a": 1}),
         ("target_parameters", "x"),
         ("base_model_name_or_path", 3),
+        ("use_dora", "yes"),
+        ("bias", 1),
+        ("modules_to_save", "lm_head"),
+        ("trainable_token_indices", [1, 1]),
+        ("trainable_token_indices", [-1]),
+        ("trainable_token_indices", {"embed_tokens": 4}),
     ],
 )
 def test_values_out_of_range(option: str, value: Any) -> None:

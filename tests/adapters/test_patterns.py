@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from polylens.adapters.options import parse_options
-from polylens.adapters.patterns import is_targeted, pattern_fault, pattern_key
+from polylens.adapters.patterns import Patterns, is_targeted, pattern_fault
 from tests.adapters.fake_layers import config
 
 PARTS = st.sampled_from(["model", "layers", "0", "1", "10", "q_proj", "k_proj", "proj", "visual", "mlp"])
@@ -27,11 +27,6 @@ PATTERNS = st.one_of(
     st.tuples(PARTS, PARTS).map(r".*\.".join),
     st.text("qkv_proj.*+?|()[]0^$\\", max_size=8),
 ).filter(lambda pattern: pattern_fault(pattern) is None)
-
-
-@given(st.lists(PATTERNS, max_size=4, unique=True), NAMES)
-def test_pattern_key(patterns: list[str], name: str) -> None:
-    assert pattern_key(patterns, name) == get_pattern_key(patterns, name)
 
 
 @given(st.dictionaries(PATTERNS, st.integers(1, 64), max_size=4), NAMES)
@@ -50,17 +45,44 @@ def test_target_modules(target: list[str] | str, name: str) -> None:
     assert is_targeted(target, name) == bool(expected)
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(", "a{1,", "x" * 5000, "(?:a*){20}", ".*" * 13])
+REFUSED = [
+    "(a+)+$",
+    "(a|a)*b",
+    "(",
+    "a)|(b",
+    "x" * 5000,
+    "(?:a*){20}",
+    ".*a" * 4,
+    "a?" * 30 + "a" * 30,
+    "(a|a)" * 30,
+    "(a|a|a|a|a|a|a|a)" * 9,
+]
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
 def test_dangerous_patterns_are_not_run(pattern: str) -> None:
-    assert pattern_fault(pattern) is not None or re.compile(pattern)
-    if pattern != "a{1,":
-        assert pattern_fault(pattern) is not None
+    assert pattern_fault(pattern) is not None
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.text("ab.*+?|()", max_size=12), st.text("ab.", min_size=1, max_size=64))
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q_proj",
+        "^model.layers.0.self_attn.q_proj",
+        r"model\.visual\.blocks\.\d+\.attn\.qkv",
+        r".*\.visual\..*\.(qkv|proj|fc1|fc2)",
+        r"layers\.(0|1|2|3)\.(self_attn|mlp)\.(q|k|v|o|up|down|gate)_proj",
+        r"(?:model\.)?language_model.*layers\.\d+\..*_proj",
+    ],
+)
+def test_usual_patterns_are_run(pattern: str) -> None:
+    assert pattern_fault(pattern) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab.*+?|()", max_size=14), st.integers(1, 100).map(lambda n: "a" * n + "b." * n))
 def test_allowed_patterns_run_quickly(pattern: str, name: str) -> None:
     if pattern_fault(pattern) is None:
         started = time.perf_counter()
-        pattern_key([pattern], name)
-        assert time.perf_counter() - started < 1
+        Patterns({pattern: 1}).matching(name[-200:])
+        assert time.perf_counter() - started < 2

@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from polylens.adapters.read import MAX_CONFIG_BYTES, MAX_NAME_CHARS, read_adapter
+from polylens.adapters.read import MAX_CONFIG_BYTES, MAX_TENSOR_NAME_CHARS, read_adapter
 from polylens.errors import AdapterFormatError, AdapterUnsupportedError
 from tests.adapters.fake_layers import LANGUAGE, config, factors, write_adapter
 
@@ -64,6 +65,20 @@ def test_hub_id_that_cannot_be_fetched() -> None:
     refused("some-org/some-adapter", "'some-org/some-adapter' is no folder here and cannot be fetched")
 
 
+def test_hub_id_is_fetched(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def fetch(hub_id: str, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, allow_patterns))
+        return str(adapter)
+
+    monkeypatch.setattr("polylens.adapters.read.snapshot_download", fetch)
+    files = read_adapter("some-org/some-adapter")
+    assert files.source == "some-org/some-adapter"
+    assert asked[0][0] == "some-org/some-adapter"
+    assert {"adapter_config.json", WEIGHTS, BIN, "non_lora_trainables.bin"} <= set(asked[0][1])
+
+
 def test_a_file_is_not_a_folder(adapter: Path) -> None:
     refused(adapter / WEIGHTS, "is a file; give the folder")
 
@@ -72,8 +87,57 @@ def test_empty_folder(tmp_path: Path) -> None:
     refused(tmp_path, "has no adapter_config.json")
 
 
-def test_points_to_the_sub_folder_peft_wrote(adapter: Path) -> None:
-    refused(adapter.parent, "its sub-folder 'adapter' has one")
+def test_the_only_adapter_of_a_folder_is_taken(adapter: Path) -> None:
+    """`checkpoint-500/`, or the sub-folder PEFT writes for an adapter not called "default"."""
+    assert read_adapter(adapter.parent).tensors.keys() == read_adapter(adapter).tensors.keys()
+
+
+def test_of_several_sub_folders_one_must_be_chosen(adapter: Path) -> None:
+    write_adapter(adapter.parent / "checkpoint-500", factors(LANGUAGE))
+    refused(adapter.parent, "its sub-folders 'adapter', 'checkpoint-500' have one")
+
+
+def sharded(folder: Path, shard_of: dict[str, str]) -> Path:
+    """An adapter whose index says `shard_of`; every tensor is written to the file named there, if it can be."""
+    tensors = factors(LANGUAGE)
+    write_adapter(folder, tensors)
+    (folder / WEIGHTS).unlink()
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    for shard in set(shard_of.values()):
+        if "/" not in shard and shard:
+            save_file({name: tensors[name] for name, owner in shard_of.items() if owner == shard}, folder / shard)
+    return folder
+
+
+A, B = sorted(factors(LANGUAGE))
+
+
+def test_several_shards(adapter: Path, tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "sharded", {A: "adapter_model-1.safetensors", B: "adapter_model-2.safetensors"})
+    one, other = read_adapter(adapter).tensors, read_adapter(folder).tensors
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/etc/passwd", ".hidden.safetensors", "a/b.safetensors", "x.bin", ""]
+)
+def test_shards_outside_the_folder(tmp_path: Path, shard: str) -> None:
+    refused(sharded(tmp_path / "a", {A: shard, B: "adapter_model-1.safetensors"}), "no safetensors file of the same")
+
+
+def test_index_and_shards_disagree(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "a", {A: "one.safetensors", B: "two.safetensors"})
+    index = folder / f"{WEIGHTS}.index.json"
+    index.write_text(json.dumps({"weight_map": {A: "one.safetensors"}}))
+    assert read_adapter(folder).tensors.keys() == {A}  # a shard no tensor of which is named is no part of the adapter
+    index.write_text(json.dumps({"weight_map": {A: "one.safetensors", B: "one.safetensors"}}))
+    refused(folder, "disagree on 1 tensors")
+    index.write_text(json.dumps({"weight_map": {A: "three.safetensors"}}))
+    refused(folder, "'three.safetensors', which is missing")
+    for content in ({}, {"weight_map": []}, {"weight_map": {A: 1}}):
+        index.write_text(json.dumps(content))
+        refused(folder, "has no weight_map")
 
 
 def test_points_out_a_full_model(tmp_path: Path) -> None:
@@ -83,7 +147,7 @@ def test_points_out_a_full_model(tmp_path: Path) -> None:
 
 def test_no_weights(adapter: Path) -> None:
     (adapter / WEIGHTS).unlink()
-    refused(adapter, "has neither adapter_model.safetensors nor adapter_model.bin")
+    refused(adapter, "has neither adapter_model.safetensors nor")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +229,7 @@ def test_dtypes(adapter: Path, dtype: torch.dtype) -> None:
     refused(adapter, "adapters are float32, float16 or bfloat16")
 
 
-@pytest.mark.parametrize("name", ["a" * (MAX_NAME_CHARS + 1), "a\nb.lora_A.weight", "\x1b[31m"])
+@pytest.mark.parametrize("name", ["a" * (MAX_TENSOR_NAME_CHARS + 1), "a\nb.lora_A.weight", "\x1b[31m"])
 def test_tensor_names(adapter: Path, name: str) -> None:
     write_adapter(adapter, {name: torch.zeros(2, 2)})
     refused(adapter, "is not a module path")

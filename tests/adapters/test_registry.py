@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import threading
@@ -13,7 +14,13 @@ import torch
 
 from polylens.adapters import AdapterRegistry
 from polylens.core import Adapter
-from polylens.errors import AdapterConflictError, AdapterError, AdapterFormatError, UnknownAdapterError
+from polylens.errors import (
+    AdapterConflictError,
+    AdapterError,
+    AdapterFormatError,
+    AdapterUnsupportedError,
+    UnknownAdapterError,
+)
 from polylens.lora.arena import pack
 from tests.adapters.fake_layers import LANGUAGE, TOWER, factors, fake_layers, write_adapter
 
@@ -125,6 +132,16 @@ def test_packed_and_without_effect(paths: list[Path]) -> None:
     assert len({delta.a.untyped_storage().data_ptr() for delta in deltas}) == 1
     assert registry.resident_bytes() == next(iter(deltas)).a.untyped_storage().nbytes()
     assert all(delta.a.dtype == torch.bfloat16 for delta in deltas)
+
+
+def test_what_is_found_out_about_the_model_later_counts(registry: AdapterRegistry, paths: list[Path]) -> None:
+    layers = fake_layers()
+    specs = {name: spec for name, spec in layers.specs.items() if name != TOWER}
+    others = {TOWER: "a layer that is never called"}
+    registry.describe_model(dataclasses.replace(layers, specs=specs, other_modules=others), no_effect=[LANGUAGE])
+    assert registry.load("a", paths[0]).no_effect == (LANGUAGE,)
+    with pytest.raises(AdapterUnsupportedError, match=f"{TOWER} is a layer that is never called"):
+        registry.load("b", paths[3])
 
 
 def test_many_threads(registry: AdapterRegistry, paths: list[Path]) -> None:

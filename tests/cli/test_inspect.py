@@ -40,15 +40,15 @@ def test_without_a_model_it_says_what_only_the_model_can_tell(shop: Shop):
 
 
 def test_what_would_be_refused_is_told_with_exit_code_1(shop: Shop, tmp_path: Path):
-    folder = Path(shutil.copytree(shop.words, tmp_path / "dora"))
+    folder = Path(shutil.copytree(shop.words, tmp_path / "replicated"))
     config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "layer_replication": [[0, 1]]}))
     done = polylens("inspect", folder, "--model", shop.model, "--json")
     assert done.returncode == 1
     told = json.loads(done.stdout)
     assert told["loads"] is False
-    assert [refusal["option"] for refusal in told["refused"]] == ["use_dora"]
-    assert "refused     use_dora" in polylens("inspect", folder).stdout
+    assert [refusal["option"] for refusal in told["refused"]] == ["layer_replication"]
+    assert "refused     layer_replication" in polylens("inspect", folder).stdout
 
 
 def test_broken_files_are_refused(shop: Shop, tmp_path: Path):

@@ -8,41 +8,51 @@ from pathlib import Path
 
 import pytest
 
-from polylens import LLM, SamplingParams
+from polylens import LLM, Completion, SamplingParams
 from tests.cli.conftest import Shop
 from tests.cli.process import assert_refused, polylens
+from tests.families.adapters import make_adapter
+from tests.families.build import build_checkpoint
+
+QUESTION = "What is it?"
 
 
 def run(shop: Shop, *more: str | Path):
-    return polylens("run", shop.model, *shop.adapters, "--prompt", "What is it?", "--max-tokens", 8, *more)
+    return polylens("run", shop.model, *shop.adapters, "--prompt", QUESTION, "--max-tokens", 8, *more)
 
 
-def test_answers_are_those_of_the_python_api(shop: Shop):
+@pytest.fixture(scope="module")
+def expected(shop: Shop) -> dict[str, Completion]:
+    """What the Python API answers about the picture: by adapter, and by the base."""
+    content = [{"type": "image", "image": shop.image}, {"type": "text", "text": QUESTION}]
+    messages = [{"role": "user", "content": content}]
+    with LLM(shop.model, adapters={"eyes": shop.eyes, "words": shop.words}) as llm:
+        names = {"base": None, "eyes": "eyes", "words": "words"}
+        return {use: llm.chat(messages, name, SamplingParams(max_tokens=8)) for use, name in names.items()}
+
+
+def test_json_has_the_answer_of_the_python_api(shop: Shop, expected: dict[str, Completion]):
     done = run(shop, "--use", "eyes", "--image", shop.image, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    answer = json.loads(done.stdout)
-    assert answer.keys() == {"text", "token_ids", "finish_reason", "usage"}
-    assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_tokens"}
-    content = [{"type": "image", "image": shop.image}, {"type": "text", "text": "What is it?"}]
-    with LLM(shop.model, adapters={"eyes": shop.eyes}) as llm:
-        expected = llm.chat([{"role": "user", "content": content}], "eyes", SamplingParams(max_tokens=8))
-    assert answer["token_ids"] == list(expected.token_ids)
-    assert answer["text"] == expected.text
-    assert answer["finish_reason"] == expected.finish_reason
-    assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
+    answer, right = json.loads(done.stdout), expected["eyes"]
+    assert answer == {
+        "text": right.text,
+        "token_ids": list(right.token_ids),
+        "finish_reason": right.finish_reason.value,
+        "usage": {
+            "prompt_tokens": right.usage.prompt_tokens,
+            "completion_tokens": len(right.token_ids),
+            "cached_tokens": 0,
+        },
+    }
+    assert len({completion.token_ids for completion in expected.values()}) == 3
 
 
-def test_without_json_only_the_text_is_printed(shop: Shop):
-    plain = run(shop, "--image", shop.image)
-    full = run(shop, "--image", shop.image, "--json", "--use", "base")
-    assert plain.returncode == 0
-    assert plain.stdout == json.loads(full.stdout)["text"] + "\n"
-
-
-def test_adapters_differ(shop: Shop):
-    answers = {use: json.loads(run(shop, "--use", use, "--json").stdout)["token_ids"] for use in ("base", "words")}
-    assert answers["base"] != answers["words"]
+def test_without_use_and_json_the_base_s_text_is_printed(shop: Shop, expected: dict[str, Completion]):
+    done = run(shop, "--image", shop.image)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected["base"].text + "\n"
 
 
 def broken_picture(shop: Shop, kind: str) -> Path:
@@ -66,6 +76,10 @@ def test_a_prompt_longer_than_the_context_is_refused(shop: Shop):
     assert_refused(run(shop, "--max-model-len", 8), "context")
 
 
+def test_too_little_memory_is_refused(shop: Shop):
+    assert_refused(run(shop, "--kv-bytes", 1), "kv_bytes=1 holds no KV page")
+
+
 def adapter_copy(shop: Shop, tmp_path: Path) -> Path:
     return Path(shutil.copytree(shop.words, tmp_path / "copy"))
 
@@ -79,10 +93,7 @@ def test_a_truncated_adapter_is_refused(shop: Shop, tmp_path: Path):
 
 
 def test_an_adapter_of_another_model_is_refused(shop: Shop, tmp_path: Path):
-    other = tmp_path / "other"
-    from tests.families.adapters import make_adapter
-    from tests.families.build import build_checkpoint
-
-    adapter = make_adapter(build_checkpoint("llava", other), tmp_path / "foreign", targets="all", seed=1)
+    other = build_checkpoint("llava", tmp_path / "other")
+    adapter = make_adapter(other, tmp_path / "foreign", targets="all", seed=1)
     done = polylens("run", shop.model, "--adapter", adapter, "--prompt", "x")
     assert_refused(done, "foreign")

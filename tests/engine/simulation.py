@@ -15,7 +15,7 @@ from itertools import pairwise
 from polylens.core import Adapter, Digests, SamplingParams
 from polylens.engine.pages import PageAllocator
 from polylens.engine.prefix_cache import PrefixCache
-from polylens.engine.scheduler import Scheduler, StepPlan
+from polylens.engine.scheduler import AdapterGate, Scheduler, StepPlan
 from polylens.engine.sequence import MediaSpan, Sequence
 
 NUM_TOKEN_IDS = 5
@@ -101,6 +101,7 @@ class SimulatedEngine:
     max_step_tokens: int = 12
     max_running: int = 4
     prefix_cache: bool = True
+    gate: AdapterGate | None = None
     done: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     num_cached_tokens: int = 0
@@ -114,6 +115,7 @@ class SimulatedEngine:
             max_running=self.max_running,
             allocator=self.allocator,
             prefix_cache=self.cache,
+            gate=self.gate,
         )
         self.store: dict[tuple[int, int], bytes] = {}
         self.computed: dict[Sequence, int] = {}
@@ -138,7 +140,7 @@ class SimulatedEngine:
         return plan
 
     def check_plan(self, plan: StepPlan) -> None:
-        assert plan.entries or not self.scheduler.has_unfinished()
+        assert plan.entries or not self.scheduler.has_unfinished() or self.gate is not None
         assert len({entry.seq for entry in plan.entries}) == len(plan.entries)
         assert len(self.scheduler.running) <= self.max_running
         if plan.num_tokens > self.max_step_tokens:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from polylens.core import SamplingParams
-from polylens.engine.sampler import Sampled, Sampler, check_sampling, filter_sorted, make_generator
+from polylens.engine import sampler
+from polylens.engine.sampler import Filters, Sampled, Sampler, filter_sorted, make_generator
 from polylens.errors import InternalError, RequestError
 
 VOCAB = 12
@@ -70,11 +71,25 @@ def test_filters_keep_exactly_what_the_definition_keeps(seed):
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)).mul(2).sort(descending=True).values
     top_k, top_p, min_p = rng.choice((0, 1, 4, 50)), rng.choice((1e-9, 0.3, 0.8, 1.0)), rng.choice((0.0, 0.1, 0.9))
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    tensors = {"top_k": torch.tensor([top_k]), "top_p": torch.tensor([top_p]), "min_p": torch.tensor([min_p])}
-    (kept,) = filter_sorted(logits.softmax(-1)[None], **tensors)
+    filters = Filters.of([params], logits)
+    (kept,), _ = filter_sorted(logits.softmax(-1)[None], torch.zeros(1), filters)
     expected = plain_distribution(logits.tolist(), params)
     torch.testing.assert_close(kept / kept.sum(), torch.tensor(expected), atol=1e-6, rtol=0)
     assert [weight > 0 for weight in kept.tolist()] == [weight > 0 for weight in expected]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.5}, {"top_p": 0.97}, {"min_p": 0.3}, {"min_p": 1e-6}, {"top_k": 3}, {"top_k": 9, "top_p": 0.9}],
+    ids=str,
+)
+@pytest.mark.parametrize("num_candidates", [1, 4, 8])
+def test_few_candidates_draw_what_all_would(monkeypatch, options, num_candidates):
+    params = replace(WARM, **options)
+    logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
+    expected = sample(logits, [params] * 200)
+    monkeypatch.setattr(sampler, "NUM_CANDIDATES", num_candidates)
+    assert sample(logits, [params] * 200) == expected
 
 
 def test_order_is_top_k_before_top_p_before_min_p():
@@ -193,6 +208,7 @@ def test_half_precision_logits():
     [
         ("max_tokens", 0),
         ("max_tokens", 2.5),
+        ("max_tokens", "7"),
         ("max_tokens", True),
         ("temperature", -0.1),
         ("temperature", math.nan),
@@ -202,8 +218,8 @@ def test_half_precision_logits():
         ("top_k", -1),
         ("min_p", 1.0),
         ("seed", -1),
-        ("seed", 2**64),
-        ("logprobs", 21),
+        ("seed", 2**63),
+        ("logprobs", -1),
         ("stop", ("",)),
         ("stop", "end"),
         ("stop_token_ids", (-1,)),
@@ -211,11 +227,10 @@ def test_half_precision_logits():
 )
 def test_values_out_of_range_are_named(param, value):
     with pytest.raises(RequestError, match=f"^{param} must be ") as caught:
-        check_sampling(replace(SamplingParams(), **{param: value}))
+        replace(SamplingParams(), **{param: value})
     assert caught.value.param == param
 
 
 def test_values_at_the_edges_are_taken():
-    check_sampling(SamplingParams())
-    check_sampling(SamplingParams(1, 0, 1, 0, 0, 2**64 - 1, ("a",), (0,), 20))
-    make_generator(SamplingParams(temperature=1.0, seed=2**64 - 1))
+    SamplingParams(1, 0, 1, 0, 0, 2**63 - 1, ("a",), (0,), 20)
+    make_generator(SamplingParams(temperature=1.0, seed=2**63 - 1))

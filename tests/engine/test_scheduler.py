@@ -201,10 +201,10 @@ def walk(seed: int, num_steps: int) -> SimulatedEngine:
 
 
 def test_random_walks():
-    engines = [walk(seed, num_steps=60) for seed in range(40)]
+    engines = [walk(seed, num_steps=60) for seed in range(20)]
     # The walks are worth something only if these happened.
-    assert sum(engine.num_preemptions for engine in engines) > 20
-    assert sum(engine.num_cached_tokens for engine in engines) > 500
+    assert sum(engine.num_preemptions for engine in engines) > 10
+    assert sum(engine.num_cached_tokens for engine in engines) > 300
 
 
 @pytest.mark.full

@@ -172,8 +172,9 @@ def test_end_and_stop_tokens(tokenizer):
         None,
         len(ids) + 1,
     )
+    at = ids.index(ids[-1])
     by_id = SamplingParams(stop_token_ids=(ids[-1],))
-    assert answer(tokenizer, ids, by_id) == (decode(tokenizer, ids[:-1]), FinishReason.STOP, ids[-1], len(ids))
+    assert answer(tokenizer, ids, by_id) == (decode(tokenizer, ids[:at]), FinishReason.STOP, ids[-1], at + 1)
     ignoring = SamplingParams(ignore_eos=True, stop_token_ids=(ids[0],), max_tokens=2 * len(ids) + 1)
     text, reason, _, count = answer(tokenizer, [*ids, eos, *ids], ignoring, eos=[eos])
     assert (text, reason, count) == (decode(tokenizer, [*ids, *ids]), FinishReason.LENGTH, 2 * len(ids) + 1)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from polylens.models.probe_cache import CACHE_VARIABLE
 from tests.families.build import build_checkpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Row rules that one test process found serve only it: none from the user's cache, none left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("polylens-cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

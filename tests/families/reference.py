@@ -52,6 +52,28 @@ def merged_reference(
     return token_ids, torch.stack([step[0].float() for step in out.logits])
 
 
+def reference_answer(
+    checkpoint: str | Path, adapter: str | Path, messages: Messages, max_new_tokens: int
+) -> tuple[list[int], torch.Tensor]:
+    """As `merged_reference`, by PEFT's model with the adapter beside the weights: where PEFT cannot merge exactly.
+
+    It cannot where the head is tied to the embedding (the merge changes both), nor new biases of layers that
+    have none.
+    """
+    model, processor = unmerged_model(checkpoint, adapter), processor_of(checkpoint)
+    inputs = reference_inputs(processor, messages)
+    with torch.inference_mode(), _stop_tokens(model, ignored=True):
+        out = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    token_ids = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return token_ids, torch.stack([step[0].float() for step in out.logits])
+
+
 @contextmanager
 def _stop_tokens(model: PreTrainedModel, *, ignored: bool) -> Iterator[None]:
     """Let `generate` go on after the model's stop tokens. It fills a None given as an argument from this config."""
@@ -118,6 +140,12 @@ def merged_model(checkpoint: str | Path, adapter: str | Path | None, dtype: torc
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.eval()
+
+
+@lru_cache(maxsize=MAX_CACHED_MODELS)
+def unmerged_model(checkpoint: str | Path, adapter: str | Path) -> Any:
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
 @cache

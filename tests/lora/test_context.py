@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polylens.core import Adapter, Component, LayerKind, LayerSpec
@@ -40,6 +40,7 @@ def expected(spec: LayerSpec, counts: list[int], adapters: list[Adapter | None])
     ]
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(list(PROPORTIONAL)),
     st.integers(1, 5),

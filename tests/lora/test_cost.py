@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polylens.lora.cost import Calibration, CostModel, calibrate, choose
@@ -13,6 +13,7 @@ DEFAULT = Calibration()
 FEATURES = st.integers(1, 20_000)
 
 
+@settings(deadline=None)
 @given(FEATURES, FEATURES, st.integers(1, 512))
 def test_few_rows_are_factored_and_very_many_fused(in_features: int, out_features: int, rank: int) -> None:
     if in_features >= 4 and out_features >= 4:
@@ -20,12 +21,14 @@ def test_few_rows_are_factored_and_very_many_fused(in_features: int, out_feature
     assert choose(10 * in_features * out_features, in_features, out_features, rank, DEFAULT) == "fused"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10_000), FEATURES, FEATURES, st.integers(1, 512))
 def test_more_rows_never_turn_fused_back_to_factored(rows: int, in_features: int, out_features: int, rank: int) -> None:
     if choose(rows, in_features, out_features, rank, DEFAULT) == "fused":
         assert choose(2 * rows, in_features, out_features, rank, DEFAULT) == "fused"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10_000), st.integers(1, 512))
 def test_forced_modes_are_kept(rows: int, rank: int) -> None:
     assert CostModel("factored").choose(rows, 64, 64, rank) == "factored"

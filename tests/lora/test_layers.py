@@ -280,18 +280,19 @@ def test_layers_with_a_forward_of_their_own_are_applied_factored(mode: ApplyMode
     torch.manual_seed(0)
     model = nn.Sequential(OwnLinear(3, 4)).double().requires_grad_(False)
     spec = LayerSpec("0", Component.LANGUAGE_MODEL, LayerKind.LINEAR, 3, 4)
-    x = torch.randn(5, 3, dtype=torch.float64)
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
     base = model(x)
+    assert not base.is_contiguous()
     ctx = RoutingContext()
     wrapped = wrap_layers(model, [spec], ctx, {}, CostModel(mode, EVEN))
     adapter = make_adapter("a", [spec], 1)
-    with ctx.text(segments([2, 3], [adapter, None])):
-        y = model(x)
+    with ctx.text(segments([7, 3], [adapter, None])):
+        y = model(x).reshape(10, 4)
     delta = adapter.deltas["0"]
-    expected = base.clone()
-    expected[:2] += delta.scaling * (x[:2] @ delta.a.T @ delta.b.T)
+    expected = base.reshape(10, 4).clone()
+    expected[:7] += delta.scaling * (x.reshape(10, 3)[:7] @ delta.a.T @ delta.b.T)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
-    assert torch.equal(y[2:], base[2:])
+    assert torch.equal(y[7:], base.reshape(10, 4)[7:])
     assert wrapped.scratch_bytes == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polylens.lora.ops import Scratch, apply_factored_, apply_fused_, apply_reference
@@ -34,6 +34,7 @@ def definition(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     return y
 
 
+@settings(deadline=None)
 @given(OWNERS, st.booleans(), st.booleans())
 def test_every_way_equals_the_definition(owners: list[tuple[int, int | None]], has_bias: bool, in_first: bool) -> None:
     num_rows, rows = rows_of(owners)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polylens.core import Adapter, Component, LayerKind, LayerSpec
@@ -18,6 +18,7 @@ ELSEWHERE = Adapter("elsewhere", "toy", {}, NO_DIGESTS, 0)
 OWNERS = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, ONE, TWO, ELSEWHERE])), max_size=12)
 
 
+@settings(deadline=None)
 @given(OWNERS)
 def test_segments_give_every_row_its_owner_and_are_as_few_as_can_be(owners: list[tuple[int, Adapter | None]]) -> None:
     counts, adapters = [count for count, _ in owners], [adapter for _, adapter in owners]
@@ -29,6 +30,7 @@ def test_segments_give_every_row_its_owner_and_are_as_few_as_can_be(owners: list
     assert all(left.adapter is not right.adapter for left, right in itertools.pairwise(routed))
 
 
+@settings(deadline=None)
 @given(OWNERS)
 def test_delta_rows_are_the_rows_of_adapters_with_a_delta(owners: list[tuple[int, Adapter | None]]) -> None:
     routed = segments([count for count, _ in owners], [adapter for _, adapter in owners])

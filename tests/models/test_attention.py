@@ -35,7 +35,9 @@ def may_see(q: int, k: int, spans: tuple[tuple[int, int], ...], window: int | No
     return (k <= q or same_span) and (window is None or k > q - window)
 
 
-def plain_attention(q_nhe: torch.Tensor, k_cge: torch.Tensor, v_cge: torch.Tensor, mask_nc: torch.Tensor) -> torch.Tensor:
+def plain_attention(
+    q_nhe: torch.Tensor, k_cge: torch.Tensor, v_cge: torch.Tensor, mask_nc: torch.Tensor
+) -> torch.Tensor:
     groups = HEADS // KV_HEADS
     k_che, v_che = k_cge.repeat_interleave(groups, 1), v_cge.repeat_interleave(groups, 1)
     scores = torch.einsum("nhe,che->hnc", q_nhe, k_che) * WIDTH**-0.5
@@ -98,7 +100,9 @@ def test_plain_causal_needs_no_mask() -> None:
 @pytest.mark.parametrize("argument", ["softcap", "s_aux"])
 def test_options_that_are_not_served_are_refused(argument: str) -> None:
     x = torch.zeros(1, 2, 1, WIDTH)
-    batch = RaggedBatch([SequenceRows(0, 1, torch.zeros(1, dtype=torch.long))], torch.zeros(1, dtype=torch.long), DictStore(1))
+    batch = RaggedBatch(
+        [SequenceRows(0, 1, torch.zeros(1, dtype=torch.long))], torch.zeros(1, dtype=torch.long), DictStore(1)
+    )
     with pytest.raises(ModelLoadError, match=argument):
         ragged_attention(SimpleNamespace(layer_idx=0), x, x, x, None, polylens_batch=batch, **{argument: 30.0})
 

@@ -249,6 +249,7 @@ def test_a_weight_used_without_its_layer_is_not_called_idle() -> None:
     result = probe(tower, PATCHES)
     assert result.unreachable == ("read",)
     assert result.rules["read"] is RowRule.UNPROVEN
+    assert result.mixed, "an adapter that touches the layer is refused, so it forces nothing"
     assert torch.equal(tower.read.weight, before)
 
 
@@ -285,6 +286,33 @@ class Deepstack(Packed):
 
 def test_deepstack_features_count() -> None:
     assert probe(Deepstack(), PATCHES).rules["deep"] is RowRule.PATCHES
+
+
+class WithNormAndConvolution(Packed):
+    """A patch embedding over (patches, 2, 2, 2) pixels, and norms of a residual stream that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(2, WIDTH, kernel_size=2, stride=2)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(12))
+
+    def forward(self, pixels: list[torch.Tensor], num_tokens: list[int]) -> list[torch.Tensor]:
+        x = self.patch(torch.cat(pixels).reshape(-1, 2, 2, 2)).flatten(1)
+        for norm in self.norms:
+            x = x + norm(x)
+        return super().forward(list(x.split([len(p) for p in pixels])), num_tokens)
+
+
+def test_norms_and_patch_embeddings_are_probed() -> None:
+    tower = WithNormAndConvolution()
+    layers = [ProbeLayer(LayerSpec("patch", Component.VISION_TOWER, LayerKind.CONV, WIDTH, WIDTH), tower.patch)]
+    layers += [
+        ProbeLayer(LayerSpec(f"norms.{i}", Component.VISION_TOWER, LayerKind.NORM, WIDTH, WIDTH), norm)
+        for i, norm in enumerate(tower.norms)
+    ]
+    assert set(probe_row_rules(tower.encode, [PATCHES], layers).rules.values()) == {RowRule.PATCHES}
+    wrong = probe_row_rules(tower.encode, [PATCHES], layers, declared={"patch|5": RowRule.IMAGES})
+    assert wrong.layers_with(RowRule.UNPROVEN) == ("patch", "norms.5")
 
 
 class Leaky(Packed):

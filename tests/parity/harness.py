@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from polylens import LLM, ChatRequest, Completion, SamplingParams
 from polylens.config import NUM_SAMPLED_FRAMES
@@ -144,6 +145,13 @@ class Bench:
         inputs = reference_inputs(processor_of(self.checkpoint), self.questions[case.question], self.frames_as_pictures)
         return inputs["input_ids"].shape[1]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values that one token takes in all layers, in float32."""
+        text = AutoConfig.from_pretrained(self.checkpoint).get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * torch.float32.itemsize
+
     def compare(self, cases: Sequence[Case], answers: Sequence[Any], num_tokens: int = NUM_TOKENS) -> Comparison:
         return compare(answers, [self.expected(case, num_tokens) for case in cases])
 
@@ -184,4 +192,6 @@ def assert_equal(comparison: Comparison, cases: Sequence[Case]) -> None:
     """Fail with the cases that differ named."""
     listed = "\n".join(comparison.differences)
     named = "\n".join(f"{index}: {case.question} / {case.adapter}" for index, case in enumerate(cases))
-    assert comparison.ok, f"{comparison.ties} ties, largest error {comparison.max_logit_error:.3g}\n{listed}\n{named}"
+    assert comparison.ok, (
+        f"{comparison.num_ties} ties, largest error {comparison.max_logit_error:.3g}\n{listed}\n{named}"
+    )

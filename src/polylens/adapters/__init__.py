@@ -1,5 +1,6 @@
 """Read, check, digest and register LoRA adapters. Knows files and names, no model code."""
 
+from polylens.adapters.combine import Combination
 from polylens.adapters.describe import AdapterDescription, describe_adapter
 from polylens.adapters.load import ComponentReport, LoadReport, load_adapter
 from polylens.adapters.merge import merge_into, merged_weight
@@ -12,6 +13,7 @@ __all__ = [
     "AdapterFiles",
     "AdapterLease",
     "AdapterRegistry",
+    "Combination",
     "ComponentReport",
     "LoadReport",
     "LoraOptions",

@@ -63,7 +63,8 @@ class AdapterDescription:
     model_type: str | None = None
     components: Mapping[Component, ComponentReport] | None = None
     digests: Digests | None = None
-    """Of the deltas a load would apply; None without a model, and where it would be refused."""
+    """Of the deltas a load would apply; None without a model, where it would be refused, and where the file holds
+    whole weights, as those that are the model's own are no part of it and the model's are not read here."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `--json`: keys as the fields, `components` and `digests` `NO_MODEL` without a model."""
@@ -112,7 +113,7 @@ def describe_adapter(path: str | Path, layers: ModelLayers | None = None) -> Ada
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
         dtypes=_dtypes(tensors),
         ranks=tuple(sorted({pair.rank for pair in paired.pairs})),
-        layers=tuple(LayerDescription(p.module, p.rank, p.a.numel() + p.b.numel()) for p in paired.pairs)
+        layers=tuple(LayerDescription(p.module, p.rank, p.num_parameters) for p in paired.pairs)
         if fit is None
         else _fitted(fit),
         refused=refused,
@@ -121,8 +122,12 @@ def describe_adapter(path: str | Path, layers: ModelLayers | None = None) -> Ada
         loads=None if fit is None and sound else sound,
         model_type=None if layers is None else layers.model_type,
         components=None if fit is None else component_reports(fit.layers),
-        digests=digest_fits(fit.layers) if fit is not None and sound else None,
+        digests=digest_fits(fit.layers) if fit is not None and sound and not _has_whole(fit) else None,
     )
+
+
+def _has_whole(fit: Fit) -> bool:
+    return any(part.values for part in fit.layers)
 
 
 def _options(config: Mapping[str, Any]) -> tuple[LoraOptions | None, tuple[str, ...]]:
@@ -140,8 +145,8 @@ def _fitted(fit: Fit) -> tuple[LayerDescription, ...]:
     return tuple(
         LayerDescription(
             module=part.trained_name,
-            rank=part.a.shape[0],
-            num_parameters=part.a.numel() + part.b.numel(),
+            rank=part.rank,
+            num_parameters=part.num_parameters,
             layer=part.spec.name,
             component=part.spec.component,
             scaling=part.scaling,

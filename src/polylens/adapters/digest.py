@@ -13,14 +13,14 @@ from polylens.core import Component, Digests
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from polylens.adapters.fit import LayerFit
+    from polylens.adapters.layer_fit import LayerFit
 
 
 def digest_fits(fits: Iterable[LayerFit]) -> Digests:
-    """Hash an adapter's deltas: layer name in the loaded model, scaling, shape and values as float32.
+    """Hash an adapter's deltas: layer name in the loaded model, scaling, every tensor's role, shape and values.
 
-    Taken over the file's values, before any cast to the engine's dtype. So the same numbers under another
-    naming generation, file format or wider dtype have the same digest.
+    Values as float32, as the file has them, before any cast to the engine's dtype. So the same numbers under
+    another naming generation, file format or wider dtype have the same digest.
     """
     by_component: dict[Component, list[LayerFit]] = {component: [] for component in Component}
     for fit in fits:
@@ -44,10 +44,11 @@ def _digest(fits: list[LayerFit]) -> str:
     digest = hashlib.sha256()
     for fit in sorted(fits, key=lambda fit: fit.spec.name):
         name = fit.spec.name.encode()
-        header = struct.pack("<QdQQQ", len(name), fit.scaling, fit.a.shape[0], fit.a.shape[1], fit.b.shape[0])
-        digest.update(header + name)
-        for factor in (fit.a, fit.b):
-            digest.update(factor.to(torch.float32).contiguous().numpy().tobytes())
+        digest.update(struct.pack("<QdQ", len(name), fit.scaling, len(fit.token_ids)) + name)
+        digest.update(struct.pack(f"<{len(fit.token_ids)}Q", *fit.token_ids))
+        for role, tensor in sorted(fit.tensors().items()):
+            digest.update(role.encode() + struct.pack(f"<{tensor.dim() + 1}Q", tensor.dim(), *tensor.shape))
+            digest.update(tensor.to(torch.float32).contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

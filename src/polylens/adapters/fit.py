@@ -1,42 +1,30 @@
-"""Does an adapter fit a model? Pairs of factors to layers, every tensor accounted for."""
+"""Does an adapter fit a model? The file's tensors to layers, every tensor accounted for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from polylens.adapters.fused import join_parts, split_whole
+from polylens.adapters.layer_fit import LayerFit
 from polylens.adapters.names import Found, LayerNames
-from polylens.adapters.options import Refusal
-from polylens.adapters.pairs import FactorPair, pair_tensors
-from polylens.adapters.patterns import ALL_LINEAR, is_targeted, num_values, pattern_fault
-from polylens.core import LayerKind
+from polylens.adapters.options import DEFAULT_EMBEDDING, Refusal
+from polylens.adapters.pairs import pair_tensors
+from polylens.adapters.patterns import ALL_LINEAR, is_targeted, pattern_fault
+from polylens.core import FACTOR_KINDS, LayerKind
 from polylens.errors import AdapterMismatchError, AdapterUnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from polylens.adapters.options import LoraOptions
+    from polylens.adapters.pairs import FactorPair, TrainedTokens, WholeTensor
     from polylens.core import LayerSpec, ModelLayers
 
 MAX_SHOWN_PROBLEMS = 4
 """Problems named in an error's one line; its `problems` holds all."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerFit:
-    """One layer with the factors the file has for it, turned to the layer's own sides.
-
-    a: (rank, in_features), b: (out_features, rank), in the file's dtype on the CPU.
-    trained_name: what PEFT matched patterns against when the adapter was trained.
-    """
-
-    spec: LayerSpec
-    trained_name: str
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,35 +35,203 @@ class Fit:
     problems: tuple[str, ...]
     unsupported: tuple[Refusal, ...]
     warnings: tuple[str, ...]
+    num_copies: int = 0
+    """Tensors that are the base model's own, or repeat others of the file."""
 
 
 def fit_adapter(tensors: Mapping[str, torch.Tensor], options: LoraOptions, layers: ModelLayers) -> Fit:
     """Match every tensor to a layer of the model. Raises nothing: see `require_fit`."""
-    paired = pair_tensors(tensors)
-    names = LayerNames(layers)
-    problems = list(paired.problems)
-    unsupported = list(paired.unsupported)
-    fits: dict[str, LayerFit] = {}
-    for pair in paired.pairs:
-        found = names.find(pair.module)
-        if not isinstance(found, Found):
-            if found.module_type is not None:
-                unsupported.append(Refusal("target_modules", found.reason))
-            else:
-                problems.append(found.reason)
-            continue
-        fit, wrong = _fit_layer(pair, found.spec, options)
-        if fit is None:
-            problems.append(wrong)
-        elif fit.spec.name in fits:
-            problems.append(f"{fits[fit.spec.name].trained_name} and {pair.module} are the same layer {fit.spec.name}")
+    return _Fitting(options, layers).run(tensors)
+
+
+class _Fitting:
+    """One run of `fit_adapter`: what has been found so far."""
+
+    def __init__(self, options: LoraOptions, layers: ModelLayers) -> None:
+        self._options = options
+        self._layers = layers
+        self._names = LayerNames(layers)
+        self._fits: dict[str, LayerFit] = {}
+        self._problems: list[str] = []
+        self._unsupported: list[Refusal] = []
+        self._num_copies = 0
+
+    def run(self, tensors: Mapping[str, torch.Tensor]) -> Fit:
+        paired = pair_tensors(tensors)
+        self._problems += paired.problems
+        self._unsupported += paired.unsupported
+        self._num_copies += paired.num_repeated
+        joined, wrong, pairs = join_parts(paired.pairs, self._options, self._names.layer)
+        self._problems += wrong
+        for fit in joined:
+            self._fits[fit.spec.name] = fit
+        for pair in pairs:
+            self._add_pair(pair)
+        for part in paired.whole:
+            self._add_whole(part)
+        for tokens in paired.tokens:
+            self._add_tokens(tokens)
+        if self._options.fan_in_fan_out and any(fit.spec.kind is LayerKind.MATMUL for fit in self._fits.values()):
+            # PEFT raises as well. For linear layers it ignores the option, and so do we: it is about Conv1D weights.
+            self._unsupported.append(Refusal("fan_in_fan_out", "not defined for a bare parameter"))
+        ordered = tuple(self._fits[name] for name in self._layers.specs if name in self._fits)
+        warnings = _warnings(ordered, self._options, self._layers)
+        return Fit(ordered, tuple(self._problems), tuple(self._unsupported), warnings, self._num_copies)
+
+    def _spec_of(self, module: str, option: str) -> LayerSpec | None:
+        """The layer of a module path; None, and why is noted, where there is none."""
+        found = self._names.find(module)
+        if isinstance(found, Found):
+            return found.spec
+        if found.module_type is not None:
+            self._unsupported.append(Refusal(option, found.reason))
         else:
-            fits[fit.spec.name] = fit
-    if options.fan_in_fan_out and any(fit.spec.kind is LayerKind.MATMUL for fit in fits.values()):
-        # PEFT raises as well. For linear layers it ignores the option, and so do we: it is about Conv1D weights.
-        unsupported.append(Refusal("fan_in_fan_out", "not defined for a bare parameter"))
-    ordered = tuple(fits[name] for name in layers.specs if name in fits)
-    return Fit(ordered, tuple(problems), tuple(unsupported), _warnings(ordered, options))
+            self._problems.append(found.reason)
+        return None
+
+    def _add_pair(self, pair: FactorPair) -> None:
+        if self._names.layer(pair.module) is None and (parts := split_whole(pair, self._names.layer)):
+            for index, (part, part_spec) in enumerate(parts):
+                self._add_fit(part, part_spec, num_tensors=2 if index == 0 else 0)
+            return
+        spec = self._spec_of(pair.module, "target_modules")
+        if spec is None:
+            return
+        if refusal := _pair_refusal(pair, spec):
+            self._unsupported.append(refusal)
+            return
+        self._add_fit(pair, spec, len(pair.names) or 2)
+
+    def _add_fit(self, pair: FactorPair, spec: LayerSpec, num_tensors: int) -> None:
+        fit, wrong = _fit_layer(pair, spec, self._options)
+        if fit is None:
+            self._problems.append(wrong)
+        elif spec.name in self._fits:
+            other = self._fits[spec.name].trained_name
+            self._problems.append(f"{other} and {pair.module} are the same layer {spec.name}")
+        else:
+            self._fits[spec.name] = replace(fit, num_tensors=num_tensors)
+
+    def _add_whole(self, part: WholeTensor) -> None:
+        spec = self._spec_of(part.module, "modules_to_save")
+        if spec is None:
+            return
+        role = "weight" if spec.kind is LayerKind.MATMUL else part.parameter
+        expected = expected_shape(spec, role, self._layers)
+        wrong = None
+        if spec.kind is LayerKind.MATMUL and part.parameter != spec.name.rpartition(".")[2]:
+            wrong = f"{part.name}: {part.module} has no such parameter that polylens can replace"
+        elif expected is None:
+            wrong = f"{part.name}: the model's layer {spec.name} has no {part.parameter}"
+        elif tuple(part.value.shape) != expected:
+            wrong = f"{part.name} has shape {tuple(part.value.shape)}, the model's layer {expected}"
+            if spec.name.endswith((DEFAULT_EMBEDDING, "lm_head")):
+                wrong += f": the adapter is for {part.value.shape[0]} tokens, the model has {expected[0]}"
+        if wrong is not None:
+            self._problems.append(wrong)
+            return
+        fit = self._fits.get(spec.name, LayerFit.empty(spec, part.module))
+        if role in fit.values:
+            self._problems.append(f"{part.name}: the {role} of {spec.name} is in the file under another name as well")
+            return
+        if is_copy(part.value, self._layers.parameters.get(parameter_name(spec, role))):
+            # PEFT saves the head's and the embeddings' own weights beside their factors, and with bias="all" the
+            # biases of layers that were not trained.
+            self._num_copies += 1
+            return
+        if role == "weight" and spec.name in tied_layers(self._layers) and not self._is_saved(part.module):
+            own = self._layers.parameters[parameter_name(spec, role)]
+            if is_copy(own.to(part.value.dtype).cpu(), part.value):
+                self._num_copies += 1  # the model's own, rounded when it was saved
+            else:
+                self._problems.append(
+                    f"{part.name} is not the model's own and not in modules_to_save; as head and embedding are tied, "
+                    "which of them it is for cannot be told"
+                )
+            return
+        values = {**fit.values, role: part.value}
+        self._fits[spec.name] = replace(fit, values=values, num_tensors=fit.num_tensors + 1)
+
+    def _is_saved(self, module: str) -> bool:
+        """Whether `modules_to_save` names the module."""
+        return any(f".{module}".endswith(f".{name}") for name in self._options.modules_to_save)
+
+    def _add_tokens(self, tokens: TrainedTokens) -> None:
+        spec = self._spec_of(tokens.module, "trainable_token_indices")
+        if spec is None:
+            return
+        if spec.kind is not LayerKind.EMBEDDING:
+            reason = f"{tokens.module} is not the token embedding"
+            self._unsupported.append(Refusal("trainable_token_indices", reason))
+            return
+        by_module = self._options.token_ids
+        ids = next((ids for path, ids in by_module.items() if f".{tokens.module}".endswith(f".{path}")), None)
+        if ids is None or tuple(tokens.rows.shape) != (len(ids), spec.out_features) or max(ids) >= spec.in_features:
+            self._problems.append(
+                f"{tokens.name} has shape {tuple(tokens.rows.shape)}; adapter_config.json names "
+                f"{0 if ids is None else len(ids)} tokens for it, and the model has {spec.in_features} of width "
+                f"{spec.out_features}"
+            )
+            return
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        rows = tokens.rows[order].contiguous()
+        for name in (spec.name, *_tied_heads(spec, self._layers)):
+            target = self._layers.specs[name]
+            fit = self._fits.get(name, LayerFit.empty(target, tokens.module))
+            if fit.rank or fit.values:
+                reason = f"{name} has trained tokens beside other changes"
+                self._unsupported.append(Refusal("trainable_token_indices", reason))
+                continue
+            num = 1 if name == spec.name else 0
+            ordered_ids = tuple(ids[i] for i in order)
+            self._fits[name] = replace(fit, token_ids=ordered_ids, token_rows=rows, num_tensors=num)
+
+
+def parameter_name(spec: LayerSpec, role: str) -> str:
+    """The name of a layer's weight or bias in the model's state."""
+    return spec.name if spec.kind is LayerKind.MATMUL else f"{spec.name}.{role}"
+
+
+def expected_shape(spec: LayerSpec, role: str, layers: ModelLayers) -> tuple[int, ...] | None:
+    """The shape of the base layer's own parameter; None if it has none."""
+    own = layers.parameters.get(parameter_name(spec, role))
+    return None if own is None else tuple(own.shape)
+
+
+def is_copy(value: torch.Tensor, base: torch.Tensor | None) -> bool:
+    """Whether a saved parameter is the base model's own (to the dtype the model runs in)."""
+    if base is None or base.is_meta:
+        return False
+    return bool(torch.equal(value.to(base.dtype), base.cpu()))
+
+
+def tied_layers(layers: ModelLayers) -> set[str]:
+    """The token embedding and the heads that share its weight; empty where none does."""
+    embeddings = [spec for spec in layers.specs.values() if spec.kind is LayerKind.EMBEDDING]
+    return {name for spec in embeddings for head in _tied_heads(spec, layers) for name in (spec.name, head)}
+
+
+def _tied_heads(spec: LayerSpec, layers: ModelLayers) -> tuple[str, ...]:
+    """Linear layers whose weight is the embedding's own: PEFT trains their rows together."""
+    weight = layers.parameters.get(parameter_name(spec, "weight"))
+    return tuple(
+        name
+        for name, other in layers.specs.items()
+        if weight is not None
+        and other.kind is LayerKind.LINEAR
+        and layers.parameters.get(parameter_name(other, "weight")) is weight
+    )
+
+
+def _pair_refusal(pair: FactorPair, spec: LayerSpec) -> Refusal | None:
+    """Factors of a kind that the layer's kind does not take."""
+    if spec.kind not in FACTOR_KINDS:
+        return Refusal("target_modules", f"{pair.module} is a norm, which takes no factors")
+    if pair.magnitude is not None and spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
+        return Refusal("use_dora", f"{pair.module}: DoRA is applied to linear layers and patch embeddings only")
+    if pair.bias is not None and spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
+        return Refusal("lora_bias", f"{pair.module} has no bias")
+    return None
 
 
 def require_fit(fit: Fit, source: str, options: LoraOptions, layers: ModelLayers) -> None:
@@ -105,6 +261,14 @@ def _listed(problems: Sequence[str]) -> str:
 def _fit_layer(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> tuple[LayerFit | None, str]:
     """The pair on its layer, or why it does not fit."""
     a, b, trained_name = pair.a, pair.b, pair.module
+    if spec.kind is LayerKind.CONV and a.dim() > 2:
+        if b[0, 0].numel() != 1:
+            return None, f"{pair.module}: lora_B {tuple(b.shape)} is no 1 x 1 convolution"
+        a, b = a.flatten(1), b.flatten(1)
+    if a.dim() != 2:
+        return None, f"{pair.module} has factors of a convolution, the model's layer {spec.name} is none"
+    if pair.embedding != (spec.kind is LayerKind.EMBEDDING):
+        return None, f"{pair.module}: factors of {'an' if pair.embedding else 'no'} embedding, on a {spec.kind} layer"
     if spec.kind is LayerKind.MATMUL:
         # PEFT reads a 2-D parameter as (out, in), so for one used as y = x W, W (in, out), its delta B A is W's:
         # x (B A) = ((x B) A): our a is Bᵀ and our b is Aᵀ. Patterns are matched against the parameter's path.
@@ -117,16 +281,38 @@ def _fit_layer(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> tuple
         )
     rank = options.rank_of(trained_name)
     if a.shape[0] != rank:
-        overlap = num_values(options.rank_pattern, trained_name)
+        overlap = len(options.ranks.matching(trained_name))
         why = f" ({overlap} entries of rank_pattern match it)" if overlap > 1 else ""
         return None, f"{pair.module}: rank {a.shape[0]} in the file, {rank} in adapter_config.json{why}"
-    return LayerFit(spec, trained_name, a, b, options.scaling_of(trained_name)), ""
+    if wrong := _extras_problem(pair, spec, options):
+        return None, wrong
+    magnitude = None if pair.magnitude is None else pair.magnitude.flatten()
+    scaling = options.scaling_of(trained_name)
+    return LayerFit(spec, trained_name, a, b, scaling, magnitude, pair.bias), ""
 
 
-def _warnings(fits: tuple[LayerFit, ...], options: LoraOptions) -> tuple[str, ...]:
+def _extras_problem(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> str | None:
+    """Magnitude and bias of B must be there exactly if the config says so, one value an output."""
+    for option, name, wanted, value in (
+        ("use_dora", "lora_magnitude_vector", options.use_dora, pair.magnitude),
+        ("lora_bias", "lora_B.bias", options.lora_bias, pair.bias),
+    ):
+        if spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
+            continue
+        if wanted != (value is not None):
+            return f"{pair.module} has {'no' if wanted else 'a'} {name}, but {option} is {str(wanted).lower()}"
+        if value is not None and value.numel() != spec.out_features:
+            return f"{pair.module}: {name} has {value.numel()} values, the model's layer {spec.out_features} outputs"
+    return None
+
+
+def _warnings(fits: tuple[LayerFit, ...], options: LoraOptions, layers: ModelLayers) -> tuple[str, ...]:
     """Things that are odd but change nothing of what is applied."""
     found = []
-    names = {fit.spec.name: fit.trained_name for fit in fits}
+    if layers.source and options.base_model and _last_part(options.base_model) != _last_part(layers.source):
+        found.append(f"it was trained on {options.base_model}, and everything fits this model, {layers.source}")
+    factored = [fit for fit in fits if fit.rank]
+    names = {fit.spec.name: fit.trained_name for fit in factored}
     for option, value_of in (("rank_pattern", options.rank_of), ("alpha_pattern", options.alpha_of)):
         if differing := [name for name, trained in names.items() if value_of(name) != value_of(trained)]:
             found.append(
@@ -134,16 +320,27 @@ def _warnings(fits: tuple[LayerFit, ...], options: LoraOptions) -> tuple[str, ..
                 "the name in the file counts"
             )
     for name in names.values():
-        if (overlap := num_values(options.alpha_pattern, name)) > 1:
+        if len(set(values := options.alphas.matching(name))) > 1:
             # PEFT sorts patterns when it saves, so which one came first in training is lost.
-            found.append(f"{overlap} entries of alpha_pattern match {name}; the first in the file counts")
+            found.append(f"{len(values)} entries of alpha_pattern match {name}; the first in the file counts")
             break
     target = options.target_modules
     if target and target != ALL_LINEAR and not (isinstance(target, str) and pattern_fault(target)):
-        linear = [fit.trained_name for fit in fits if fit.spec.kind is LayerKind.LINEAR]
+        linear = [fit.trained_name for fit in factored if fit.spec.kind is LayerKind.LINEAR]
         if missed := [name for name in linear if not is_targeted(target, name)]:
             found.append(f"target_modules does not name {len(missed)} layers that have tensors, e.g. {missed[0]}")
-    silent = [fit.spec.name for fit in fits if not bool(fit.b.any()) or not bool(fit.a.any()) or fit.scaling == 0]
+    silent = [fit.spec.name for fit in factored if _is_zero(fit)]
     if silent:
         found.append(f"{len(silent)} layers have a delta of zero, e.g. {silent[0]}")
     return tuple(found)
+
+
+def _is_zero(fit: LayerFit) -> bool:
+    if fit.magnitude is not None or fit.lora_bias is not None or fit.values:
+        return False
+    return not bool(fit.b.any()) or not bool(fit.a.any()) or fit.scaling == 0
+
+
+def _last_part(path: str) -> str:
+    """A model's name without where it lies: folders and organisations differ between trainers and servers."""
+    return path.rstrip("/").rpartition("/")[2].lower()

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polylens.adapters.changes import change_of
+from polylens.adapters.combine import Combination, combine_fits
 from polylens.adapters.digest import digest_fits
-from polylens.adapters.fit import LayerFit, fit_adapter, require_fit
+from polylens.adapters.fit import Fit, fit_adapter, require_fit
+from polylens.adapters.layer_fit import LayerFit
 from polylens.adapters.read import read_adapter
-from polylens.core import Adapter, Component, Delta, Digests
+from polylens.core import Adapter, Change, Component, Delta, Digests, LayerKind, with_tensors
 from polylens.errors import AdapterFormatError, AdapterMismatchError
 
 if TYPE_CHECKING:
@@ -19,7 +22,10 @@ if TYPE_CHECKING:
 
     from polylens.core import ModelLayers
 
-    Pack = Callable[[Mapping[str, Delta], torch.device | str], tuple[torch.Tensor, Mapping[str, Delta]]]
+    AdapterPath = str | Path | Combination
+    """Where an adapter comes from: a folder, a hub id, or other adapters with weights."""
+
+    Pack = Callable[[Mapping[str, Change], torch.device | str], tuple[torch.Tensor, Mapping[str, Change]]]
     """Copies deltas into one buffer on a device and returns it, and the deltas as views of it (`lora.arena.pack`)."""
 
 MAX_ADAPTER_NAME_CHARS = 200
@@ -28,13 +34,17 @@ MAX_ADAPTER_NAME_CHARS = 200
 
 @dataclass(frozen=True)
 class ComponentReport:
-    """What an adapter adds to one component. ranks and scalings: the distinct values, ascending."""
+    """What an adapter does to one component. ranks and scalings: the distinct values of factors, ascending.
+
+    num_replaced: layers of which it replaces parameters or embedding rows.
+    """
 
     num_layers: int
     num_tensors: int
     num_parameters: int
     ranks: tuple[int, ...]
     scalings: tuple[float, ...]
+    num_replaced: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class LoadReport:
 
     changed: False if the name already held the same content. no_effect: layers that the model never uses
     for its output, so their deltas do nothing. warnings: odd, but of no effect on what is applied.
+    num_copies: tensors of the file that are the base model's own or repeat others: nothing is to be done for them.
     """
 
     name: str
@@ -53,10 +64,12 @@ class LoadReport:
     no_effect: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     changed: bool = True
+    num_copies: int = 0
 
     @property
     def num_tensors(self) -> int:
-        return sum(part.num_tensors for part in self.components.values())
+        """Of the file: those applied and those that change nothing."""
+        return sum(part.num_tensors for part in self.components.values()) + self.num_copies
 
     def unchanged(self) -> LoadReport:
         """This report, for a load that found its content already there."""
@@ -70,7 +83,7 @@ class LoadReport:
 
 
 def load_adapter(
-    path: str | Path,
+    path: AdapterPath,
     layers: ModelLayers,
     *,
     name: str,
@@ -85,24 +98,46 @@ def load_adapter(
     Raises AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError; nothing is loaded then.
     """
     check_adapter_name(name)
-    files = read_adapter(path)
-    fit = fit_adapter(files.tensors, files.options, layers)
-    require_fit(fit, files.source, files.options, layers)
-    deltas: Mapping[str, Delta] = {part.spec.name: _delta(part, dtype) for part in fit.layers}
-    _check_cast(deltas, dtype, files.source)
+    source = str(path)
+    fit = _combined_fit(path, layers) if isinstance(path, Combination) else read_and_fit(path, layers)
+    deltas: Mapping[str, Change] = {part.spec.name: change_of(part, layers, dtype) for part in fit.layers}
+    _check_cast(deltas, dtype, source)
     deltas, num_bytes = _place(deltas, device, pack)
     digests = digest_fits(fit.layers)
-    adapter = Adapter(name=name, source=files.source, deltas=deltas, digests=digests, num_bytes=num_bytes)
+    adapter = Adapter(
+        name=name,
+        source=source,
+        deltas=deltas,
+        digests=digests,
+        num_bytes=num_bytes,
+        special=any(is_special(change, layers) for change in deltas.values()),
+    )
     report = LoadReport(
         name=name,
-        source=files.source,
+        source=source,
         components=component_reports(fit.layers),
         digests=digests,
         num_bytes=num_bytes,
         no_effect=tuple(layer for layer in deltas if layer in no_effect),
         warnings=fit.warnings,
+        num_copies=fit.num_copies,
     )
     return adapter, report
+
+
+def read_and_fit(path: str | Path, layers: ModelLayers) -> Fit:
+    """The adapter's files matched to the model's layers, all of them. Raises AdapterError."""
+    files = read_adapter(path)
+    fit = fit_adapter(files.tensors, files.options, layers)
+    require_fit(fit, files.source, files.options, layers)
+    return fit
+
+
+def _combined_fit(combination: Combination, layers: ModelLayers) -> Fit:
+    fits = [(weight, read_and_fit(path, layers)) for path, weight in combination.parts]
+    combined = combine_fits([(weight, fit.layers) for weight, fit in fits], str(combination))
+    warnings = tuple(dict.fromkeys(warning for _, fit in fits for warning in fit.warnings))
+    return Fit(combined, (), (), warnings, sum(fit.num_copies for _, fit in fits))
 
 
 def check_adapter_name(name: str) -> None:
@@ -121,33 +156,37 @@ def component_reports(fits: Sequence[LayerFit]) -> dict[Component, ComponentRepo
         if members:
             reports[component] = ComponentReport(
                 num_layers=len(members),
-                num_tensors=2 * len(members),
-                num_parameters=sum(fit.a.numel() + fit.b.numel() for fit in members),
-                ranks=tuple(sorted({fit.a.shape[0] for fit in members})),
-                scalings=tuple(sorted({fit.scaling for fit in members})),
+                num_tensors=sum(fit.num_tensors for fit in members),
+                num_parameters=sum(fit.num_parameters for fit in members),
+                ranks=tuple(sorted({fit.rank for fit in members if fit.rank})),
+                scalings=tuple(sorted({fit.scaling for fit in members if fit.rank})),
+                num_replaced=sum(1 for fit in members if fit.values or fit.token_ids),
             )
     return reports
 
 
-def _delta(fit: LayerFit, dtype: torch.dtype) -> Delta:
-    a, b = (factor.to(dtype).contiguous() for factor in (fit.a, fit.b))
-    return Delta(layer=fit.spec.name, a=a, b=b, scaling=fit.scaling)
+def is_special(change: Change, layers: ModelLayers) -> bool:
+    """Whether a change is more than plain factors of a linear layer."""
+    return type(change) is not Delta or layers.specs[change.layer].kind not in (LayerKind.LINEAR, LayerKind.MATMUL)
 
 
 def _place(
-    deltas: Mapping[str, Delta], device: torch.device | str, pack: Pack | None
-) -> tuple[Mapping[str, Delta], int]:
+    deltas: Mapping[str, Change], device: torch.device | str, pack: Pack | None
+) -> tuple[Mapping[str, Change], int]:
     """The deltas on `device`, and the bytes they take there."""
     if pack is not None:
         buffer, packed = pack(deltas, device)
         return packed, buffer.nbytes
-    moved = {name: replace(delta, a=delta.a.to(device), b=delta.b.to(device)) for name, delta in deltas.items()}
-    return moved, sum(delta.a.nbytes + delta.b.nbytes for delta in moved.values())
+    moved = {
+        name: with_tensors(change, {field: tensor.to(device) for field, tensor in change.tensors().items()})
+        for name, change in deltas.items()
+    }
+    return moved, sum(tensor.nbytes for change in moved.values() for tensor in change.tensors().values())
 
 
-def _check_cast(deltas: Mapping[str, Delta], dtype: torch.dtype, source: str) -> None:
+def _check_cast(deltas: Mapping[str, Change], dtype: torch.dtype, source: str) -> None:
     """The file's values are finite; a narrower dtype (float16) may not hold them."""
-    for delta in deltas.values():
-        if not bool(torch.isfinite(delta.a).all() and torch.isfinite(delta.b).all()):
-            problem = f"{delta.layer}: values too large for {dtype}"
+    for change in deltas.values():
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in change.tensors().values()):
+            problem = f"{change.layer}: values too large for {dtype}"
             raise AdapterMismatchError(f"adapter {source!r}: {problem}; run the model in float32", (problem,))

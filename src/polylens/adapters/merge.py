@@ -6,27 +6,45 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.core import LayerKind
+from polylens.core import Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
 
-    from polylens.core import Delta, ModelLayers
+    from polylens.core import Change, ModelLayers
 
 
 def merged_weight(weight: torch.Tensor, delta: Delta, kind: LayerKind) -> torch.Tensor:
     """The weight that acts like `weight` with `delta` applied, in the dtype of `weight`.
 
-    LINEAR, weight (out, in): W + scaling · B A. MATMUL, weight (in, out): W + scaling · (B A)ᵀ. Computed in
-    float32 and rounded once.
+    LINEAR, weight (out, in): W + scaling · B A, each output then scaled where the delta says so. CONV: the same
+    over flattened patches. MATMUL, EMBEDDING, weight (in, out): W + scaling · (B A)ᵀ. Computed in float32 and
+    rounded once.
     """
     update_oi = (delta.b.float() @ delta.a.float()) * delta.scaling
-    if kind is LayerKind.MATMUL:
+    if kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
         update_oi = update_oi.T
+    if kind is LayerKind.CONV:
+        update_oi = update_oi.reshape(weight.shape)
     if update_oi.shape != weight.shape:
         raise InternalError(f"{delta.layer}: delta {tuple(update_oi.shape)} on weight {tuple(weight.shape)}")
-    return (weight.float() + update_oi.to(weight.device)).to(weight.dtype)
+    merged = weight.float() + update_oi.to(weight.device)
+    if isinstance(delta, ScaledDelta) and delta.scale_o is not None:
+        merged *= delta.scale_o.float().to(weight.device).view(-1, *[1] * (weight.dim() - 1))
+    return merged.to(weight.dtype)
+
+
+def merged_bias(bias: torch.Tensor | None, delta: ScaledDelta) -> torch.Tensor | None:
+    """The bias of a layer with `delta` applied, in the dtype of `bias`; None where none is needed."""
+    if bias is None:
+        return None if delta.shift_o is None else delta.shift_o.clone()
+    merged = bias.float()
+    if delta.scale_o is not None:
+        merged = merged * delta.scale_o.float().to(bias.device)
+    if delta.shift_o is not None:
+        merged = merged + delta.shift_o.float().to(bias.device)
+    return merged.to(bias.dtype)
 
 
 def weight_key(layer: str, kind: LayerKind) -> str:
@@ -34,13 +52,29 @@ def weight_key(layer: str, kind: LayerKind) -> str:
     return layer if kind is LayerKind.MATMUL else f"{layer}.weight"
 
 
-def merge_into(state: MutableMapping[str, torch.Tensor], deltas: Iterable[Delta], layers: ModelLayers) -> None:
-    """Replace in `state` (as from `model.state_dict()`) the weight of every layer that has a delta.
+def merged_parameters(
+    change: Change, kind: LayerKind, weight: torch.Tensor, bias: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The parameters of one layer that differ once `change` is merged: "weight", "bias", or both."""
+    if isinstance(change, Replacement):
+        return {role: new.to(weight.device, weight.dtype) for role, new in change.tensors().items()}
+    if isinstance(change, TokenRows):
+        new = weight.clone()
+        new[list(change.token_ids)] = change.rows_nd.to(weight.device, weight.dtype)
+        return {"weight": new}
+    new_bias = merged_bias(bias, change) if isinstance(change, ScaledDelta) else None
+    return {"weight": merged_weight(weight, change, kind)} | ({} if new_bias is None else {"bias": new_bias})
+
+
+def merge_into(state: MutableMapping[str, torch.Tensor], deltas: Iterable[Change], layers: ModelLayers) -> None:
+    """Replace in `state` (as from `model.state_dict()`) the parameters of every layer that has a delta.
 
     The tensors that were in `state` stay untouched; new ones take their place. A head tied to the embeddings
     shares one tensor with them: load the result into a model whose head is untied.
     """
-    for delta in deltas:
-        kind = layers.specs[delta.layer].kind
-        key = weight_key(delta.layer, kind)
-        state[key] = merged_weight(state[key], delta, kind)
+    for change in deltas:
+        kind = layers.specs[change.layer].kind
+        key, bias_key = weight_key(change.layer, kind), f"{change.layer}.bias"
+        merged = merged_parameters(change, kind, state[key], state.get(bias_key))
+        for role, tensor in merged.items():
+            state[key if role == "weight" else bias_key] = tensor

@@ -45,7 +45,7 @@ class LayerNames:
         self._targets: dict[str, list[LayerSpec]] = {}
         for spec in layers.specs.values():
             # PEFT names a bare parameter's factors after the module that owns it (`target_parameters`).
-            path = spec.name if spec.kind is LayerKind.LINEAR else spec.name.rpartition(".")[0]
+            path = spec.name.rpartition(".")[0] if spec.kind is LayerKind.MATMUL else spec.name
             self._targets.setdefault(path, []).append(spec)
 
     def find(self, module: str) -> Found | NotFound:
@@ -60,8 +60,18 @@ class LayerNames:
             for path in sorted(spelling):
                 if path in self._layers.other_modules:
                     kind = self._layers.other_modules[path]
-                    return NotFound(f"{module} is a {kind}, which takes no delta yet", kind)
+                    what = f"a {kind}, which takes no delta yet" if kind.isidentifier() else kind
+                    return NotFound(f"{module} is {what}", kind)
         return NotFound(self._why_missing(module))
+
+    def layer(self, module: str) -> LayerSpec | None:
+        """The layer `module` means; None where there is none, or more than one."""
+        for spelling in self._spellings(module):
+            hits = {path for path in spelling if path in self._targets}
+            if hits:
+                specs = self._targets[hits.pop()]
+                return specs[0] if not hits and len(specs) == 1 else None
+        return None
 
     def _only(self, module: str, specs: list[LayerSpec]) -> Found | NotFound:
         if len(specs) > 1:

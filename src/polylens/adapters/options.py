@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from polylens.adapters.patterns import pattern_fault, pattern_key
+from polylens.adapters.patterns import Patterns, pattern_fault
 from polylens.errors import AdapterFormatError, AdapterUnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+DEFAULT_EMBEDDING = "embed_tokens"
+"""The module that a bare list of `trainable_token_indices` is for; PEFT asks the model for its input embedding."""
 
 MAX_RANK = 1 << 16
 """Largest rank taken from a config: above any layer's width, so that a typing error is told as one."""
@@ -49,11 +53,15 @@ _APPLIED = frozenset(
         "fan_in_fan_out",
         "init_lora_weights",
         "lora_alpha",
+        "lora_bias",
+        "modules_to_save",
         "peft_type",
         "r",
         "rank_pattern",
         "target_modules",
         "target_parameters",
+        "trainable_token_indices",
+        "use_dora",
         "use_rslora",
     }
 )
@@ -62,18 +70,26 @@ _APPLIED = frozenset(
 # change the base weights or how the tensors are used, so the plain base model plus delta would be another model.
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "true", "false"})
 
+_BIASES = ("none", "all", "lora_only")
+"""Which biases were trained; the file holds them as they are after training."""
+
+_CONVERT = (
+    "save it once more as a plain LoRA with PEFT's save_pretrained(folder, "
+    "path_initial_model_for_weight_conversion=<the adapter as it was before training>)"
+)
+_CONVERSIONS = {
+    "loftq": "serve it over the base model that LoftQ saved, with init_lora_weights set to true in its config",
+}
+
 _REASONS = {
     "alora_invocation_tokens": "the adapter starts in the middle of the prompt (aLoRA)",
     "arrow_config": "experts are routed per token (Arrow)",
+    "ensure_weight_tying": "head and embeddings are trained as one",
     "kasa_config": "the base weights are truncated (KaSA)",
     "layer_replication": "layers of the base model are replicated",
-    "lora_bias": "the adapter has biases",
     "megatron_config": "the layers are Megatron's",
-    "modules_to_save": "whole modules are replaced",
     "monteclora_config": "weights are sampled (MonteCLoRA)",
-    "trainable_token_indices": "embedding rows are replaced",
     "use_bdlora": "the factors are block-diagonal (BD-LoRA)",
-    "use_dora": "magnitudes are trained as well (DoRA)",
     "use_qalora": "inputs are pooled in groups (QA-LoRA)",
     "velora_config": "tensors of VeLoRA are in the file",
 }
@@ -103,16 +119,32 @@ class LoraOptions:
     fan_in_fan_out: bool = False
     target_modules: tuple[str, ...] | str | None = None
     target_parameters: tuple[str, ...] = ()
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    modules_to_save: tuple[str, ...] = ()
+    token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """`trainable_token_indices`: end of an embedding's path -> the tokens whose rows were trained."""
     base_model: str | None = None
     peft_version: str | None = None
 
+    @cached_property
+    def ranks(self) -> Patterns:
+        """`rank_pattern`, ready for matching."""
+        return Patterns(self.rank_pattern)
+
+    @cached_property
+    def alphas(self) -> Patterns:
+        """`alpha_pattern`, ready for matching."""
+        return Patterns(self.alpha_pattern)
+
     def rank_of(self, name: str) -> int:
         """The rank of the layer `name`, as the layer was called when the adapter was trained."""
-        return self.rank_pattern.get(pattern_key(self.rank_pattern, name), self.rank)
+        return int(self.ranks.first(name, self.rank))
 
     def alpha_of(self, name: str) -> float:
         """The alpha of the layer `name`, as the layer was called when the adapter was trained."""
-        return self.alpha_pattern.get(pattern_key(self.alpha_pattern, name), self.alpha)
+        return self.alphas.first(name, self.alpha)
 
     def scaling_of(self, name: str) -> float:
         """The factor of B·A: alpha / r, or alpha / √r with rank-stabilised LoRA (arXiv 2312.03732)."""
@@ -139,6 +171,11 @@ def parse_options(config: Mapping[str, Any]) -> LoraOptions:
         fan_in_fan_out=_bool(config, "fan_in_fan_out"),
         target_modules=_target_modules(config.get("target_modules")),
         target_parameters=_strings(config.get("target_parameters") or [], "target_parameters"),
+        use_dora=_bool(config, "use_dora"),
+        lora_bias=_bool(config, "lora_bias"),
+        bias=_optional_string(config, "bias") or "none",
+        modules_to_save=_strings(config.get("modules_to_save") or [], "modules_to_save"),
+        token_ids=_token_ids(config.get("trainable_token_indices") or {}),
         base_model=_optional_string(config, "base_model_name_or_path"),
         peft_version=_optional_string(config, "peft_version"),
     )
@@ -149,12 +186,15 @@ def refusals(config: Mapping[str, Any]) -> tuple[Refusal, ...]:
     found = []
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
         found.append(Refusal("peft_type", f"{_shown(config['peft_type'])} is not LORA"))
-    if not _is_neutral(config.get("bias")) and config["bias"] != "none":
-        found.append(Refusal("bias", f"{_shown(config['bias'])} changes biases of the base model"))
+    if not _is_neutral(config.get("bias")) and config["bias"] not in _BIASES:
+        found.append(Refusal("bias", f"{_shown(config['bias'])} is none of {', '.join(_BIASES)}"))
     init = config.get("init_lora_weights")
     if init is not None and str(init).lower() not in _PLAIN_INITS:
         found.append(
-            Refusal("init_lora_weights", f"{_shown(init)} changes the base weights; convert the adapter first")
+            Refusal(
+                "init_lora_weights",
+                f"{_shown(init)} changes the base weights; {_CONVERSIONS.get(_init_family(init), _CONVERT)}",
+            )
         )
     for option, value in config.items():
         if option in _APPLIED or option in _INFORMATIONAL or _is_neutral(value):
@@ -170,6 +210,11 @@ def check_refusals(config: Mapping[str, Any]) -> None:
     if found:
         listed = "; ".join(f"{refusal.option}: {refusal.reason}" for refusal in found)
         raise AdapterUnsupportedError(f"adapter option not supported: {listed}", option=found[0].option)
+
+
+def _init_family(init: Any) -> str:
+    """`pissa_niter_16` is PiSSA."""
+    return str(init).lower().partition("_")[0]
 
 
 def _is_neutral(value: Any) -> bool:
@@ -215,6 +260,20 @@ def _strings(value: Any, option: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise AdapterFormatError(f"{option} must be a list of names, not {_shown(value)}")
     return tuple(value)
+
+
+def _token_ids(value: Any) -> dict[str, tuple[int, ...]]:
+    """By the path of the embedding; a bare list is for the input embedding, as in PEFT."""
+    by_module = {DEFAULT_EMBEDDING: value} if isinstance(value, list) else value
+    ok = isinstance(by_module, dict) and all(
+        isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids) and len(set(ids)) == len(ids)
+        for ids in by_module.values()
+    )
+    if not ok:
+        raise AdapterFormatError(
+            f"trainable_token_indices must be a list of different token ids, or lists by module, not {_shown(value)}"
+        )
+    return {str(module): tuple(ids) for module, ids in by_module.items()}
 
 
 def _target_modules(value: Any) -> tuple[str, ...] | str | None:

@@ -20,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from polylens.adapters.options import LoraOptions, check_refusals, parse_options
+from polylens.adapters.patterns import MAX_NAME_CHARS
 from polylens.errors import AdapterFormatError, AdapterUnsupportedError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 SAFETENSORS_FILE = "adapter_model.safetensors"
+INDEX_FILE = "adapter_model.safetensors.index.json"
 BIN_FILE = "adapter_model.bin"
 
 FOREIGN_WEIGHT_FILES = (
@@ -39,10 +41,13 @@ FOREIGN_WEIGHT_FILES = (
 MAX_CONFIG_BYTES = 4 << 20
 """Largest adapter_config.json read: a config that lists every layer of a big model has some 100 KB."""
 
-MAX_NAME_CHARS = 512
-"""Longest tensor name taken: module paths have under 150 characters, and patterns are run over them."""
+MAX_TENSOR_NAME_CHARS = MAX_NAME_CHARS + 60
+"""Longest tensor name taken: a module path, PEFT's prefix and the factor's suffix."""
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_SHARD_NAME = re.compile(r"[\w][\w.-]*\.safetensors")
+"""A shard is a file of the adapter's own folder: no separators, no dots in front."""
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -75,11 +80,15 @@ def read_adapter(path: str | Path) -> AdapterFiles:
 
 
 def find_adapter(path: str | Path) -> Path:
-    """The local folder of an adapter, fetched from the hub if `path` is an id. Raises AdapterFormatError."""
+    """The local folder of an adapter, fetched from the hub if `path` is an id. Raises AdapterFormatError.
+
+    A folder without an adapter of its own that holds exactly one (`checkpoint-500/`, or PEFT's sub-folder of an
+    adapter's name) stands for that one.
+    """
     try:
         folder = Path(path).expanduser()
         if str(path) and folder.is_dir():
-            return folder
+            return _only_inner(folder)
         exists = bool(str(path)) and folder.exists()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: "~name" of no user
         reason = getattr(error, "strerror", None) or _first_line(error)
@@ -91,8 +100,19 @@ def find_adapter(path: str | Path) -> Path:
     return _fetch(str(path))
 
 
+def _only_inner(folder: Path) -> Path:
+    if (folder / CONFIG_FILE).exists():
+        return folder
+    inner = _inner_adapters(folder)
+    return inner[0] if len(inner) == 1 else folder
+
+
+def _inner_adapters(folder: Path) -> list[Path]:
+    return sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}"))
+
+
 def _fetch(hub_id: str) -> Path:
-    wanted = [CONFIG_FILE, SAFETENSORS_FILE, BIN_FILE, *FOREIGN_WEIGHT_FILES]
+    wanted = [CONFIG_FILE, SAFETENSORS_FILE, INDEX_FILE, "adapter_model-*.safetensors", BIN_FILE, *FOREIGN_WEIGHT_FILES]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -107,19 +127,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise AdapterFormatError(f"{str(folder)!r} has no {CONFIG_FILE}{_where_instead(folder)}")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object of at most MAX_CONFIG_BYTES, no key twice. Raises AdapterFormatError."""
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_CONFIG_BYTES + 1)
         if len(raw) > MAX_CONFIG_BYTES:
             raise AdapterFormatError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
-        config = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise AdapterFormatError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise AdapterFormatError(f"{file} is not valid JSON: {_first_line(error)}") from error
-    if not isinstance(config, dict):
-        raise AdapterFormatError(f"{file} must hold a JSON object, not a {type(config).__name__}")
-    return config
+    if not isinstance(content, dict):
+        raise AdapterFormatError(f"{file} must hold a JSON object, not a {type(content).__name__}")
+    return content
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,10 +156,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _where_instead(folder: Path) -> str:
-    """PEFT saves adapters not named "default" in sub-folders: point there."""
-    inner = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))
+    """PEFT saves adapters not named "default" in sub-folders, trainers their checkpoints: point there."""
+    inner = [path.name for path in _inner_adapters(folder)]
     if inner:
-        return f"; its sub-folder {inner[0]!r} has one: give that"
+        return f"; its sub-folders {', '.join(map(repr, inner[:4]))} have one: give one of these"
     if (folder / "config.json").is_file():
         return "; it seems to be a full model, not an adapter"
     return ""
@@ -150,11 +175,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if (folder / SAFETENSORS_FILE).exists():
         file = folder / SAFETENSORS_FILE
         tensors = _read_safetensors(file)
+    elif (folder / INDEX_FILE).exists():
+        file = folder / INDEX_FILE
+        tensors = _read_shards(folder, file)
     elif (folder / BIN_FILE).exists():
         file = folder / BIN_FILE
         tensors = _read_bin(file)
     else:
-        raise AdapterFormatError(f"{str(folder)!r} has neither {SAFETENSORS_FILE} nor {BIN_FILE}")
+        raise AdapterFormatError(f"{str(folder)!r} has neither {SAFETENSORS_FILE} nor {INDEX_FILE} nor {BIN_FILE}")
     if not tensors:
         raise AdapterFormatError(f"{file} holds no tensors")
     for name, tensor in tensors.items():
@@ -169,6 +197,25 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
             return {name: content.get_tensor(name).clone() for name in content.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
         raise AdapterFormatError(f"{file} is not a readable safetensors file: {_first_line(error)}") from error
+
+
+def _read_shards(folder: Path, index: Path) -> dict[str, torch.Tensor]:
+    """The tensors of all shards that the index names; index and shards must agree on every one."""
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
+        raise AdapterFormatError(f"{index} has no weight_map from tensor names to files")
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(shard_of.values())):
+        if not _SHARD_NAME.fullmatch(shard):
+            raise AdapterFormatError(f"{index} names {shard[:80]!r}, which is no safetensors file of the same folder")
+        if not (folder / shard).is_file():
+            raise AdapterFormatError(f"{index} names {shard!r}, which is missing")
+        content = _read_safetensors(folder / shard)
+        listed = {name for name, owner in shard_of.items() if owner == shard}
+        if differing := sorted(listed ^ content.keys()):
+            raise AdapterFormatError(f"{index} and {shard} disagree on {len(differing)} tensors, e.g. {differing[0]!r}")
+        tensors |= content
+    return tensors
 
 
 def _read_bin(file: Path) -> dict[str, torch.Tensor]:
@@ -200,7 +247,7 @@ def _plain_tensor(file: Path, name: str, value: Any) -> torch.Tensor:
 
 
 def _check_tensor(file: Path, name: str, tensor: torch.Tensor) -> None:
-    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+    if len(name) > MAX_TENSOR_NAME_CHARS or not name.isprintable():
         raise AdapterFormatError(f"{file}: the tensor name {name[:80]!r}… is not a module path")
     if tensor.dtype not in FLOAT_DTYPES:
         raise AdapterFormatError(f"{file}: {name!r} is {tensor.dtype}; adapters are float32, float16 or bfloat16")

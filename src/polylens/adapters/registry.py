@@ -11,12 +11,11 @@ from polylens.errors import AdapterConflictError, UnknownAdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from pathlib import Path
     from types import TracebackType
 
     import torch
 
-    from polylens.adapters.load import LoadReport, Pack
+    from polylens.adapters.load import AdapterPath, LoadReport, Pack
     from polylens.core import Adapter, ModelLayers
 
 
@@ -81,23 +80,25 @@ class AdapterRegistry:
 
     def describe_model(self, layers: ModelLayers, no_effect: Collection[str]) -> None:
         """Tell what has been found out about the model's layers since; counts for loads from now on."""
-        self._layers = layers
-        self._no_effect = frozenset(no_effect)
+        with self._lock:
+            self._layers, self._no_effect = layers, frozenset(no_effect)
 
-    def load(self, name: str, path: str | Path, *, replace: bool = False) -> LoadReport:
+    def load(self, name: str, path: AdapterPath, *, replace: bool = False) -> LoadReport:
         """Load the adapter at `path` under `name`.
 
         The same content under the same name changes nothing (the report says `changed=False`). Other content
         raises AdapterConflictError unless `replace`; it then counts for leases taken from now on. Whatever
         is raised, what was loaded before stays as it was.
         """
+        with self._lock:
+            layers, no_effect = self._layers, self._no_effect
         adapter, report = load_adapter(
             path,
-            self._layers,
+            layers,
             name=name,
             dtype=self._dtype,
             device=self._device,
-            no_effect=self._no_effect,
+            no_effect=no_effect,
             pack=self._pack,
         )
         with self._lock:

@@ -59,7 +59,7 @@ def batch(
         max_model_len=max_model_len,
         kv_bytes=kv_bytes,
     ) as llm:
-        answers = iter(llm.generate(requests, on_error="return"))
+        answers = iter(llm.generate(requests, on_error="return", progress=sys.stderr.isatty()))
         tokenizer = llm.loaded.processing.tokenizer
     written, num_failed = [], 0
     for line in lines:

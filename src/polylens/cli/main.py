@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
 from polylens import __version__
-from polylens.cli import batch, demo, inspect, run, verify
+from polylens.cli import batch, demo, inspect, merge, run, serve, verify
 from polylens.errors import PolylensError
 
 EXIT_OK = 0
@@ -36,10 +37,18 @@ for _name, _function, _short_help in (
     ("run", run.run, "Answer one prompt, with an adapter or the base model."),
     ("batch", batch.batch, "Answer a file of requests, all adapters in one batch."),
     ("inspect", inspect.inspect, "Show what is in an adapter, and whether it fits a model."),
+    ("merge", merge.merge, "Write a model with one adapter merged into its weights."),
     ("verify", verify.verify, "Check that adapters answer as merged checkpoints do."),
     ("demo", demo.demo, "See it work on a tiny model that comes with polylens."),
 ):
     app.command(_name, short_help=_short_help)(_function)
+# Its flags are a table of their own (see serve_flags), read by argparse.
+app.command(
+    "serve",
+    short_help="Serve all adapters over HTTP, as OpenAI's API.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(serve.serve)
 
 
 @app.callback()
@@ -79,6 +88,9 @@ def _fail(message: str) -> int:
 
 def _quiet_libraries() -> None:
     """Keep library chatter off stderr, where it would hide the one line that matters; the user's settings win."""
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from polylens.engine.compare import Comparison
-    from polylens.engine.verify import AdapterCheck, Verification
+    from polylens.engine.verify import AdapterCheck, LayerCheck, Verification
 
 
 def verify(
@@ -49,12 +49,16 @@ def verify(
     adapters = parse_adapters(adapter)
     if not adapters:
         raise RequestError("nothing to verify: give at least one --adapter")
-    from polylens.engine.verify import verify as run_verify  # brings torch: after what can be refused at once
+    # Heavy imports come after what can be refused at once, and the model after the pictures.
+    from polylens.models.media import load_image
+
+    images = [load_image(path) for path in image or ()]
+    from polylens.engine.verify import verify as run_verify
 
     result = run_verify(
         model,
         adapters,
-        images=image or (),
+        images=images,
         max_tokens=max_tokens,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -115,7 +119,7 @@ def _lines(result: Verification) -> Iterator[str]:
         yield _line(name, check.comparison)
         yield from _layer_lines(check)
         yield from (f"    {problem}" for problem in check.problems)
-    yield "equal" if result.ok else "NOT EQUAL"
+    yield "equal (--json lists every layer)" if result.ok else "NOT EQUAL (--json lists every layer)"
 
 
 def _line(name: str, comparison: Comparison) -> str:
@@ -127,9 +131,14 @@ def _line(name: str, comparison: Comparison) -> str:
 
 
 def _layer_lines(check: AdapterCheck) -> Iterator[str]:
-    width = max((len(layer.name) for layer in check.layers), default=0)
+    """The worst layer of each component; `--json` has them all."""
+    by_component: dict[str, list[LayerCheck]] = {}
     for layer in check.layers:
+        by_component.setdefault(layer.component, []).append(layer)
+    for component, layers in by_component.items():
+        worst = max(layers, key=lambda layer: layer.rel_err)
+        rows = max(layer.rows for layer in layers)
         yield (
-            f"    {layer.name:<{width}}  {layer.component:<14}  {layer.rows:>6} rows  "
-            f"abs {layer.max_abs_err:.1e}  rel {layer.rel_err:.1e}"
+            f"    {component:<14}  {len(layers)} layers, {rows} rows; worst: {worst.name}, "
+            f"error {worst.max_abs_err:.1e} absolute, {worst.rel_err:.1e} relative"
         )

@@ -20,9 +20,9 @@ GOOD = 0.9
 
 PARTS = {
     BASE: "-",
-    "handwritten": "tower + connector + language",
-    "seven-segment": "tower + connector + language",
-    "thermal": "tower + connector + language",
+    "handwritten": "all three parts",
+    "seven-segment": "all three parts",
+    "thermal": "all three parts",
     "json": "language",
     "handwritten-language": "language",
     "handwritten-connector": "connector",
@@ -36,10 +36,10 @@ def render(result: DemoResult) -> RenderableType:
 def _accuracy_table(result: DemoResult) -> Table:
     num_pictures = len({(q.domain, q.position) for q in result.questions})
     table = Table(title=f"Right answers on {num_pictures} held-out pictures, one mixed batch")
-    table.add_column("adapter")
+    table.add_column("adapter", no_wrap=True)
     table.add_column("changes")
     for domain in DOMAINS:
-        table.add_column(domain, justify="right")
+        table.add_column(domain, justify="right", no_wrap=True)
     for adapter, shares in result.accuracy.items():
         cells = [Text(f"{shares[d]:.0%}", style="green" if shares[d] >= GOOD else "dim") for d in DOMAINS]
         table.add_row(adapter, PARTS[adapter], *cells)

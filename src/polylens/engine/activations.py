@@ -43,7 +43,7 @@ def record_adapter_rows(llm: LLM, adapter: Adapter) -> Iterator[Recorded]:
         wanted = adapter.deltas[layer]
         return [output_no[rows.start : rows.stop] for rows in asked.pop(layer, ()) if rows.delta is wanted]
 
-    context.delta_rows = remember  # taken back below
+    context.delta_rows = remember  # type: ignore[method-assign]  # taken back below
     try:
         with _record(llm, list(adapter.deltas), own_rows) as recorded:
             yield recorded
@@ -67,7 +67,10 @@ def _record(
 
     def hook_for(layer: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
         def hook(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-            rows_no = output.detach().reshape(-1, output.shape[-1])
+            output = output.detach()
+            # A patch embedding's rows are its leading index, a patch or a whole tile.
+            is_convolution = specs[layer].kind is LayerKind.CONV
+            rows_no = output.flatten(1) if is_convolution else output.reshape(-1, output.shape[-1])
             recorded[layer] += [rows.to("cpu", copy=True) for rows in choose(layer, rows_no)]
 
         return hook

@@ -9,40 +9,46 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.adapters.registry import AdapterRegistry
-from polylens.core import Completion, CompletionDelta, FinishReason, Usage
+from polylens.core import Completion, CompletionDelta, Component, FinishReason, LayerKind, Usage
+from polylens.engine.adapter_files import AdapterFiles
+from polylens.engine.adapter_store import AdapterStore
+from polylens.engine.constraints import Constraints
 from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv
+from polylens.engine.logit_rules import LogitRules
 from polylens.engine.pages import PageAllocator, pages_for
 from polylens.engine.prefix_cache import PrefixCache
+from polylens.engine.prepare import PreparedRequest, prepare_request
 from polylens.engine.runner import Runner
 from polylens.engine.sampler import Sampled, Sampler, make_generator
 from polylens.engine.scheduler import Scheduler, StepPlan
 from polylens.engine.sequence import MediaSpan, Sequence
 from polylens.engine.stopping import OutputRules
 from polylens.engine.vision import EncodeJob, VisionCache, VisionStage
-from polylens.errors import InternalError, ModelLoadError, PolylensError, PromptTooLongError
+from polylens.errors import InternalError, ModelLoadError, PolylensError
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
 from polylens.lora.layers import WrappedLayers, wrap_layers
-from polylens.models.positions import prompt_positions
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
 from polylens.models.text import TextRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
-    from polylens.adapters.load import LoadReport
-    from polylens.adapters.registry import AdapterLease
+    from polylens.adapters.load import AdapterPath, LoadReport
     from polylens.config import EngineConfig
-    from polylens.core import ChatRequest, TokenLogprob
+    from polylens.core import Adapter, LayerSpec, Request, TokenLogprob
+    from polylens.engine.adapter_store import StoreLease
     from polylens.engine.scheduler import StepEntry
     from polylens.engine.stopping import OutputStep, OutputStream
     from polylens.models.encoder import ItemFeatures
     from polylens.models.loading import LoadedModel
     from polylens.models.probe import ProbeResult
     from polylens.models.processing import PreparedPrompt
+
+
+ADAPTER_WAIT_S = 0.01
+"""A step that has nothing to do but to wait for adapters waits so long at most: aborts and new requests come next."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class StepOutput:
 class _Request:
     """A running request: its sequence, its pictures, and its answer so far."""
 
-    request: ChatRequest
+    request: Request
     seq: Sequence
     jobs: Mapping[str, EncodeJob]
     stream: OutputStream
@@ -75,9 +81,18 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.loaded = loaded
         self.config = config
-        self.registry = AdapterRegistry(loaded.layers, dtype=loaded.dtype, device=loaded.device)
+        self._adapter_files = AdapterFiles(loaded.dtype, loaded.device)
+        self.registry = AdapterStore(
+            self._adapter_files.read,
+            self._adapter_files.place,
+            device_bytes=config.adapter_device_bytes,
+            host_bytes=config.adapter_host_bytes,
+            shared_memory=self._adapter_files.on_cpu,
+        )
         self._requests: dict[str, _Request] = {}
         self._ids = itertools.count()
+        self.num_steps = 0
+        self.num_generated_tokens = 0
         text = TextRunner(loaded)
         with torch.inference_mode():
             layers = measure_kv(text, _position_rows(loaded))
@@ -93,6 +108,7 @@ class Engine:
             max_running=config.max_running,
             allocator=self._allocator,
             prefix_cache=self.prefix_cache,
+            gate=self.registry,
         )
         self._context = RoutingContext(head_layer=loaded.head_name)
         self._wrapped: WrappedLayers | None = None
@@ -102,14 +118,29 @@ class Engine:
         )
         self._runner = Runner(text, kv, self._context)
         self._sampler = Sampler()
+        self._constraints = Constraints(
+            loaded.processing.tokenizer, loaded.vocab_size, loaded.processing.stop_token_ids
+        )
         self._rules = OutputRules(loaded.processing.tokenizer, loaded.processing.stop_token_ids)
 
     # ---- adapters
 
-    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> LoadReport:
+    def load_adapter(self, name: str, path: AdapterPath, *, replace: bool = False) -> LoadReport:
         """Load an adapter; the first one also makes the engine ready for adapters (see `prepare_for_adapters`)."""
         self.prepare_for_adapters()
         return self.registry.load(name, path, replace=replace)
+
+    def forget_adapter(self, adapter: Adapter) -> int:
+        """Drop what the caches have of an adapter that is gone, unless another one has the same content there.
+
+        Returns the bytes freed; KV pages become free, but their storage stays. Between steps only.
+        """
+        vision, language = self.registry.digests_in_use()
+        if self.prefix_cache is not None and adapter.language_digest not in {"", *language}:
+            self.prefix_cache.forget(adapter.language_digest)
+        if adapter.vision_digest in {"", *vision}:
+            return 0
+        return self.vision.cache.forget(adapter.vision_digest)
 
     def prepare_for_adapters(self) -> None:
         """Find out the encoder's row rules and wrap the layers. Done once; a base model alone needs neither."""
@@ -118,12 +149,20 @@ class Engine:
         probe = find_row_rules(self.loaded)
         layers = self.loaded.layers
         reachable = {name: spec for name, spec in layers.specs.items() if name not in probe.unreachable}
-        others = {**layers.other_modules, **dict.fromkeys(probe.unreachable, "a layer that is never called")}
-        self.registry.describe_model(
+        reachable, undivided = _without_undivided(reachable, probe)
+        others = {
+            **layers.other_modules,
+            **dict.fromkeys(probe.unreachable, "a layer that is never called"),
+            **dict.fromkeys(undivided, "a module whose rows cannot be told apart by item"),
+        }
+        self._adapter_files.describe_model(
             dataclasses.replace(layers, specs=reachable, other_modules=others),
             no_effect=probe.layers_with(RowRule.NO_EFFECT),
         )
-        self.vision.mixed = probe.mixed
+        self.vision.mixed = not any(
+            probe.rules.get(name) is RowRule.UNPROVEN and spec.component is not Component.LANGUAGE_MODEL
+            for name, spec in reachable.items()
+        )
         self._wrapped = wrap_layers(
             self.loaded.model, reachable.values(), self._context, probe.rules, CostModel(self.config.apply_mode)
         )
@@ -131,47 +170,57 @@ class Engine:
 
     # ---- requests
 
-    def add_request(self, request: ChatRequest) -> str:
+    def add_request(self, request: Request) -> str:
         """Queue a request; returns its id. Raises RequestError or UnknownAdapterError, and then nothing is queued."""
         lease = self.registry.lease(request.adapter)
         try:
-            running = self._prepare(request, lease)
-            self.scheduler.add(running.seq)
+            lease.read()
+            return self.enqueue(self.prepare(request), lease)
         except BaseException:
             lease.release()
             raise
-        self._requests[running.seq.request_id] = running
-        return running.seq.request_id
 
-    def _prepare(self, request: ChatRequest, lease: AdapterLease) -> _Request:
-        prompt = self.loaded.processing.prepare(request.messages)
-        num_prompt, limit = len(prompt.token_ids), self.loaded.max_model_len
-        if num_prompt >= limit:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens; the model's context of {limit} leaves no room for an answer",
-                param="messages",
-            )
-        # The answer ends, at the latest, where the context does.
-        sampling = dataclasses.replace(
-            request.sampling, max_tokens=min(request.sampling.max_tokens, limit - num_prompt)
-        )
-        jobs = [EncodeJob.of(item, lease.adapter) for item in prompt.items]
-        positions, delta = prompt_positions(self.loaded.inner, prompt)
+    def prepare(self, request: Request, *, allow_paths: bool = True) -> PreparedRequest:
+        """The slow part of adding a request, done before it meets the engine's state: any thread may call this.
+
+        allow_paths: whether media may name local files. Raises RequestError.
+        """
+        return prepare_request(self.loaded, self._constraints, request, allow_paths=allow_paths)
+
+    def enqueue(self, prepared: PreparedRequest, lease: StoreLease, request_id: str | None = None) -> str:
+        """Queue a prepared request under the adapter of `lease`; returns its id. Between steps only.
+
+        The lease is the request's from here on and released when it ends; when this raises
+        (PromptTooLongError), it stays the caller's.
+        """
+        request_id = request_id or prepared.request.request_id or f"request-{next(self._ids)}"
+        if request_id in self._requests:
+            raise InternalError(f"request id {request_id!r} is in use")
+        salt = prepared.request.cache_salt or ""
+        jobs = [EncodeJob.of(item, lease.adapter, salt) for item in prepared.prompt.items]
         seq = Sequence(
-            request_id=request.request_id or f"request-{next(self._ids)}",
+            request_id=request_id,
             adapter=lease.adapter,
-            prompt_ids=prompt.token_ids,
-            sampling=sampling,
+            prompt_ids=prepared.prompt.token_ids,
+            sampling=prepared.sampling,
             lease=lease,
-            media=_media_spans(prompt, jobs),
-            bidirectional_spans=self._bidirectional_spans(prompt),
-            positions=positions,
-            position_delta=delta,
-            generator=make_generator(sampling),
+            cache_salt=salt,
+            media=_media_spans(prepared.prompt, jobs),
+            bidirectional_spans=self._bidirectional_spans(prepared.prompt),
+            positions=prepared.positions,
+            position_delta=prepared.position_delta,
+            generator=make_generator(prepared.sampling),
+            logit_rules=LogitRules.start(
+                prepared.sampling,
+                prepared.prompt.token_ids,
+                prepared.constraint.copy() if prepared.constraint is not None else None,
+            ),
         )
-        if seq.request_id in self._requests:
-            raise InternalError(f"request id {seq.request_id!r} is in use")
-        return _Request(request, seq, {job.key: job for job in jobs}, self._rules.start(sampling))
+        self.scheduler.add(seq)
+        self._requests[request_id] = _Request(
+            prepared.request, seq, {job.key: job for job in jobs}, self._rules.start(prepared.sampling)
+        )
+        return request_id
 
     def _bidirectional_spans(self, prompt: PreparedPrompt) -> tuple[tuple[int, int], ...]:
         if not self.loaded.notes.bidirectional_images:
@@ -192,8 +241,12 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Plan, encode the pictures the plan needs, run the text model, sample, and pass on what is new."""
+        outputs = self._end_without_adapter()
         plan = self.scheduler.schedule()
-        outputs = self._encode_media(plan)
+        if not plan.entries and self.has_unfinished():
+            self.registry.wait(ADAPTER_WAIT_S)
+        self.num_steps += 1
+        outputs += self._encode_media(plan)
         entries = [entry for entry in plan.entries if entry.seq.request_id in self._requests]
         if entries:
             logits_sv = self._runner.run(entries, self._features(entries))
@@ -202,13 +255,22 @@ class Engine:
             self._drop_features(entries)
         return outputs
 
+    def _end_without_adapter(self) -> list[StepOutput]:
+        """End the requests whose adapter could not be brought in."""
+        failures = self.registry.take_failures()
+        failed = [(seq.request_id, failures[seq.adapter]) for seq in self.scheduler.waiting if seq.adapter in failures]
+        return [self._fail(request_id, error) for request_id, error in failed]
+
     def _encode_media(self, plan: StepPlan) -> list[StepOutput]:
         """Get the features the plan's chunks need; requests whose pictures fail end with the error."""
         wanted: dict[str, EncodeJob] = {}
         needs: list[tuple[_Request, str]] = []
         for entry in plan.entries:
             running = self._requests[entry.seq.request_id]
-            for key in {span.vision_key for span in entry.media} - running.features.keys():
+            # A dict, not a set: the order of items in an encoder batch must not differ from run to run.
+            for key in dict.fromkeys(span.vision_key for span in entry.media):
+                if key in running.features:
+                    continue
                 wanted[key] = running.jobs[key]
                 needs.append((running, key))
         found = self.vision.encode(list(wanted.values()))
@@ -237,7 +299,10 @@ class Engine:
 
     def _sample(self, sequences: list[Sequence], logits_sv: torch.Tensor) -> list[StepOutput]:
         sampled = self._sampler.sample(
-            logits_sv, [seq.sampling for seq in sequences], [seq.generator for seq in sequences]
+            logits_sv,
+            [seq.sampling for seq in sequences],
+            [seq.generator for seq in sequences],
+            [seq.logit_rules for seq in sequences],
         )
         return [
             self._fail(seq.request_id, token)
@@ -249,18 +314,23 @@ class Engine:
     def _advance(self, running: _Request, sampled: Sampled, logits_v: torch.Tensor) -> StepOutput:
         """Take in one new token."""
         running.seq.append(sampled.token_id)
+        self.num_generated_tokens += 1
         if sampled.logprob is not None:
             running.logprobs.append(sampled.logprob)
         if running.seq.sampling.return_logits:
             running.logits.append(logits_v.cpu().clone())
         step = running.stream.push(sampled.token_id)
+        if running.seq.logit_rules is not None and running.seq.logit_rules.ended:
+            step = running.stream.complete(step)
         running.text.append(step.text)
         completion = None
         if step.finish_reason is not None:
             completion = self._completion(running, step)
             del self._requests[running.seq.request_id]
             self._release(running)
-        return StepOutput(running.seq.request_id, CompletionDelta(step.text, (sampled.token_id,), completion))
+        logprobs = None if sampled.logprob is None else (sampled.logprob,)
+        delta = CompletionDelta(step.text, (sampled.token_id,), completion, logprobs)
+        return StepOutput(running.seq.request_id, delta)
 
     def _completion(self, running: _Request, step: OutputStep) -> Completion:
         seq, sampling = running.seq, running.seq.sampling
@@ -292,6 +362,7 @@ class Engine:
         """Raise unless scheduler, pages, caches and leases agree with the running requests."""
         self.scheduler.check_integrity()
         self.vision.cache.check_integrity()
+        self.registry.check_integrity()
         unfinished = {seq.request_id for seq in (*self.scheduler.running, *self.scheduler.waiting)}
         if unfinished != self._requests.keys():
             raise InternalError(f"requests {sorted(self._requests)} but sequences {sorted(unfinished)}")
@@ -299,8 +370,24 @@ class Engine:
     def close(self) -> None:
         for request_id in list(self._requests):
             self.abort(request_id)
+        self.registry.close()
         if self._wrapped is not None:
             self._wrapped.unwrap()
+
+
+def _without_undivided(
+    specs: Mapping[str, LayerSpec], probe: ProbeResult
+) -> tuple[dict[str, LayerSpec], tuple[str, ...]]:
+    """The layers without those norms and patch embeddings that have no proven row rule, and the names of these.
+
+    Adapters seldom change them: so those adapters are refused, and the others still mix in the encoder.
+    """
+    undivided = tuple(
+        name
+        for name, spec in specs.items()
+        if spec.kind in (LayerKind.NORM, LayerKind.CONV) and probe.rules.get(name) is RowRule.UNPROVEN
+    )
+    return {name: spec for name, spec in specs.items() if name not in undivided}, undivided
 
 
 def _position_rows(loaded: LoadedModel) -> int:

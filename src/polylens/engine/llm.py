@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from polylens.adapters.combine import Combination
 from polylens.config import EngineConfig
-from polylens.core import ChatRequest, Completion, SamplingParams
+from polylens.core import ChatRequest, Completion, Request, SamplingParams
 from polylens.engine.engine import Engine
 from polylens.errors import PolylensError
 from polylens.models.loading import LoadedModel, load_model
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from polylens.adapters.load import LoadReport
-    from polylens.adapters.registry import AdapterRegistry
     from polylens.core import CompletionDelta
+    from polylens.engine.adapter_store import AdapterStore
 
 
 class LLM:
@@ -62,9 +63,7 @@ class LLM:
         llm._start(loaded, config or EngineConfig(), adapters)
         return llm
 
-    def _start(
-        self, loaded: LoadedModel, config: EngineConfig, adapters: Mapping[str, str | Path] | None
-    ) -> None:
+    def _start(self, loaded: LoadedModel, config: EngineConfig, adapters: Mapping[str, str | Path] | None) -> None:
         self.config = config
         self.engine = Engine(loaded, config)
         for name, path in (adapters or {}).items():
@@ -75,7 +74,7 @@ class LLM:
         return self.engine.loaded
 
     @property
-    def registry(self) -> AdapterRegistry:
+    def registry(self) -> AdapterStore:
         return self.engine.registry
 
     @property
@@ -90,6 +89,16 @@ class LLM:
         unless `replace`, and then counts for requests that start later; running ones keep the old one.
         """
         return self.engine.load_adapter(name, path, replace=replace)
+
+    def combine_adapters(self, name: str, weights: Mapping[str, float], *, replace: bool = False) -> LoadReport:
+        """Have the weighted sum of loaded adapters under `name`: `{"a": 0.7, "b": 0.3}`.
+
+        As PEFT's `add_weighted_adapter(combination_type="cat")`, and exact. Made from the adapters' files as they
+        are now; what happens to `a` and `b` later does not change it. Raises UnknownAdapterError, AdapterError.
+        """
+        named = Combination.of(weights).parts
+        combination = Combination.joined([(self.registry.path(part), weight) for part, weight in named])
+        return self.engine.load_adapter(name, combination, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; its memory is freed when the last request that uses it ends."""
@@ -108,7 +117,7 @@ class LLM:
 
     def generate(
         self,
-        requests: Sequence[ChatRequest],
+        requests: Sequence[Request],
         *,
         on_error: Literal["raise", "return"] = "raise",
         progress: bool = False,

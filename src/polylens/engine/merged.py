@@ -13,6 +13,7 @@ import json
 import re
 import tempfile
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,24 +21,24 @@ import torch
 from safetensors.torch import save_file
 
 from polylens.adapters.load import load_adapter
-from polylens.adapters.merge import merged_weight, weight_key
-from polylens.adapters.read import find_adapter, read_adapter, read_config
+from polylens.adapters.merge import merged_parameters, weight_key
+from polylens.adapters.names import Found, LayerNames, NotFound
+from polylens.adapters.pairs import PEFT_PREFIX, pair_tensors
+from polylens.adapters.read import CONFIG_FILE, SAFETENSORS_FILE, find_adapter, read_adapter, read_config
 from polylens.config import EngineConfig
+from polylens.core import LayerKind
 from polylens.engine.llm import LLM
 from polylens.errors import AdapterMismatchError
+from polylens.models.components import module_path
 from polylens.models.loading import load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from polylens.core import LayerSpec
     from polylens.models.loading import LoadedModel
 
 Reference = Literal["peft", "own"]
-
-_PEFT_PREFIX = "base_model.model."
-"""What PEFT writes in front of every module path in an adapter's file."""
-
-_LORA_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.(?P<factor>lora_[AB])\.weight")
 
 
 def default_reference() -> Reference:
@@ -71,11 +72,14 @@ def merged_llm(
 def _merge_ourselves(loaded: LoadedModel, path: str | Path) -> None:
     adapter, _ = load_adapter(path, loaded.layers, name="merged", dtype=torch.float32, device=loaded.device)
     _untie_head(loaded, adapter.deltas)
-    parameters = dict(loaded.model.named_parameters())
-    for name, delta in adapter.deltas.items():
+    for name, change in adapter.deltas.items():
         kind = loaded.layers.specs[name].kind
-        weight = parameters[weight_key(name, kind)]
-        weight.copy_(merged_weight(weight, delta, kind))
+        owner_path, _, weight_name = weight_key(name, kind).rpartition(".")
+        owner = loaded.model.get_submodule(owner_path)
+        bias = None if kind is LayerKind.MATMUL else getattr(owner, "bias", None)
+        for role, tensor in merged_parameters(change, kind, owner.get_parameter(weight_name), bias).items():
+            own_name = weight_name if role == "weight" else role
+            setattr(owner, own_name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
 def _merge_with_peft(loaded: LoadedModel, path: str | Path) -> None:
@@ -83,37 +87,54 @@ def _merge_with_peft(loaded: LoadedModel, path: str | Path) -> None:
     from peft import PeftModel
 
     with _current_names(loaded, find_adapter(path)) as folder:
-        wrapped = PeftModel.from_pretrained(loaded.model, str(folder))
+        try:
+            wrapped: Any = PeftModel.from_pretrained(loaded.model, str(folder))
+        except (ValueError, RuntimeError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise AdapterMismatchError(f"PEFT, the reference, cannot load {str(path)!r}: {reason}") from error
         _check_all_loaded(wrapped, folder)
-    # Unloads into the model it was given: `loaded.model` has the merged weights afterwards.
-    wrapped.base_model.merge_and_unload(safe_merge=True)
+    try:
+        # Unloads into the model it was given: `loaded.model` has the merged weights afterwards.
+        wrapped.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError) as error:  # a new bias for a layer without one, for example
+        reason = " ".join(str(error).split())
+        raise AdapterMismatchError(f"PEFT, the reference, cannot merge {str(path)!r}: {reason}") from error
     loaded.model.eval().requires_grad_(False)
 
 
 def _untie_head(loaded: LoadedModel, changed_modules: Collection[str]) -> None:
-    """Give a head that shares its weight with the embeddings its own, if the adapter changes the head only."""
-    head = loaded.head
-    if loaded.head_name in changed_modules and head.weight is loaded.model.get_input_embeddings().weight:
+    """Give a head that shares its weight with the embeddings its own, if the adapter changes either."""
+    head, embeddings = loaded.head, loaded.model.get_input_embeddings()
+    assert isinstance(head.weight, torch.nn.Parameter)
+    changed = {loaded.head_name, module_path(loaded.model, embeddings)} & set(changed_modules)
+    if changed and head.weight is embeddings.weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
 def _check_all_loaded(wrapped: torch.nn.Module, folder: Path) -> None:
     """Every tensor of the file must be in the model, with its values, and nothing else must."""
-    loaded = {
-        name.replace(".default.", ".").removeprefix(_PEFT_PREFIX): parameter
-        for name, parameter in wrapped.named_parameters()
-        if ".lora_" in name
-    }
-    expected = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in read_adapter(folder).tensors.items()}
+    loaded = {_bare_name(name): parameter for name, parameter in wrapped.named_parameters(remove_duplicate=False)}
+    expected = {_bare_name(name): tensor for name, tensor in read_adapter(folder).tensors.items()}
     wrong = [
         name for name, tensor in expected.items() if name not in loaded or not _same(loaded[name].detach(), tensor)
     ]
-    if wrong or len(loaded) != len(expected):
+    made = [name for name in loaded if ".lora_" in name]
+    wanted = [name for name in expected if ".lora_" in name]
+    if wrong or len(made) != len(wanted):
         raise AdapterMismatchError(
             f"PEFT, the reference, used {len(expected) - len(wrong)} of the adapter's {len(expected)} tensors and made "
-            f"{len(loaded)}: it cannot serve as a reference for {str(folder)!r}",
+            f"{len(made)}: it cannot serve as a reference for {str(folder)!r}",
             tuple(wrong),
         )
+
+
+_INSIDE_PEFT = re.compile(r"\.(?:default|modules_to_save)(?=\.|$)|(?<=lora_magnitude_vector)\.(?:default|weight)")
+
+
+def _bare_name(name: str) -> str:
+    """A tensor's name as PEFT's file has it, from its name in a file or in PEFT's model."""
+    bare = _INSIDE_PEFT.sub("", name).removeprefix(PEFT_PREFIX)
+    return bare.removesuffix(".weight") if bare.endswith("lora_magnitude_vector.weight") else bare
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -124,44 +145,85 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _current_names(loaded: LoadedModel, folder: Path) -> Iterator[Path]:
     """The adapter's folder, or a copy with the model's own module names if the file uses others."""
     tensors = read_adapter(folder).tensors
-    modules = _module_names(loaded, tensors)
-    _untie_head(loaded, modules.values())
-    if all(old == new for old, new in modules.items()) and all(name.startswith(_PEFT_PREFIX) for name in tensors):
+    parts = _parts(loaded, tensors)
+    if not any(name.endswith("trainable_tokens_delta") for part in parts for name in part.by_suffix):
+        # PEFT trains the rows of some tokens in embedding and tied head together, everything else apart.
+        _untie_head(loaded, [part.spec.name for part in parts])
+    renamed = {name: tensor.contiguous() for part in parts for name, tensor in part.tensors().items()}
+    if renamed.keys() == tensors.keys():
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="polylens-") as temporary:
-        _write_renamed(Path(temporary), read_config(folder), tensors, modules)
+        save_file(renamed, Path(temporary) / SAFETENSORS_FILE, metadata={"format": "pt"})
+        config = _renamed_config(read_config(folder), parts)
+        (Path(temporary) / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
         yield Path(temporary)
 
 
-def _module_names(loaded: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Module path in the file -> module path in the loaded model."""
-    matches = (_LORA_KEY.fullmatch(name) for name in tensors)
-    paths = {match["module"] for match in matches if match}
-    return {path: loaded.layers.rename(path) for path in paths}
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Tensors of one module in the file, and the layer of the model they are for. by_suffix: what follows the path."""
+
+    module: str
+    spec: LayerSpec
+    by_suffix: Mapping[str, torch.Tensor]
+    factors: bool
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Under the names that PEFT writes today: after a module, also where the layer is a parameter of it."""
+        owner, _, _ = self.spec.name.rpartition(".")
+        module = owner if self.spec.kind is LayerKind.MATMUL else self.spec.name
+        return {f"{PEFT_PREFIX}{module}.{suffix}": tensor for suffix, tensor in self.by_suffix.items()}
+
+    @property
+    def trained_name(self) -> str:
+        """What PEFT matched patterns against in training."""
+        parameter = self.spec.name.rpartition(".")[2]
+        return f"{self.module}.{parameter}" if self.spec.kind is LayerKind.MATMUL else self.module
 
 
-def _write_renamed(
-    folder: Path, config: dict[str, Any], tensors: Mapping[str, torch.Tensor], modules: dict[str, str]
-) -> None:
-    renamed = {}
-    for name, tensor in tensors.items():
-        match = _LORA_KEY.fullmatch(name)
-        assert match is not None  # the engine's own reader accepted the file before
-        renamed[f"{_PEFT_PREFIX}{modules[match['module']]}.{match['factor']}.weight"] = tensor.contiguous()
-    save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {**config, "target_modules": sorted(modules.values())}
-    for option in ("rank_pattern", "alpha_pattern"):
-        config[option] = _renamed_patterns(config.get(option) or {}, modules)
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+def _parts(loaded: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> list[_Part]:
+    paired = pair_tensors(tensors)
+    by_module = [
+        *((pair.module, {_suffix(name): tensors[name] for name in pair.names}, True) for pair in paired.pairs),
+        *((part.module, {_suffix(part.name): part.value}, False) for part in paired.whole),
+        *((part.module, {_suffix(part.name): part.rows}, False) for part in paired.tokens),
+    ]
+    names = LayerNames(loaded.layers)
+    found = [(names.find(module), module, by_suffix, factors) for module, by_suffix, factors in by_module]
+    lost = tuple(hit.reason for hit, *_ in found if isinstance(hit, NotFound))
+    if lost:
+        raise AdapterMismatchError(f"the adapter does not fit the model: {lost[0]}", lost)
+    return [
+        _Part(module, hit.spec, suffixed, factors) for hit, module, suffixed, factors in found if isinstance(hit, Found)
+    ]
 
 
-def _renamed_patterns(patterns: dict[str, Any], modules: dict[str, str]) -> dict[str, Any]:
-    """Per-module options of the old names, spelled out for the new ones by PEFT's own matching rule."""
+def _suffix(name: str) -> str:
+    """What of a tensor's name follows its module's path."""
+    match = re.search(r"\.((?:base_layer\.|token_adapter\.)?(?:lora_\w+(?:\..+)?|trainable_tokens_.+|[^.]+))$", name)
+    return name if match is None else match[1]
+
+
+def _renamed_config(config: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
+    factors = [part for part in parts if part.factors]
+    saved = {part.spec.name for part in parts if not part.factors and not config.get("trainable_token_indices")}
+    return {
+        **config,
+        "target_modules": [f.spec.name for f in factors if f.spec.kind is not LayerKind.MATMUL],
+        "target_parameters": [f.spec.name for f in factors if f.spec.kind is LayerKind.MATMUL] or None,
+        "rank_pattern": _renamed_patterns(config.get("rank_pattern") or {}, factors),
+        "alpha_pattern": _renamed_patterns(config.get("alpha_pattern") or {}, factors),
+        "modules_to_save": sorted(saved) if config.get("modules_to_save") else None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "exclude_modules": None,
+    }
+
+
+def _renamed_patterns(patterns: dict[str, Any], factors: Sequence[_Part]) -> dict[str, Any]:
+    """Per-module options of the names in the file, spelled out for today's names by PEFT's own matching."""
     from peft.utils.other import get_pattern_key
 
-    return {
-        re.escape(new): patterns[key]
-        for old, new in modules.items()
-        if (key := get_pattern_key(list(patterns), old)) in patterns
-    }
+    keys = {factor.spec.name: get_pattern_key(list(patterns), factor.trained_name) for factor in factors}
+    return {re.escape(name): patterns[key] for name, key in keys.items() if key in patterns}

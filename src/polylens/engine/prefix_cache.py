@@ -1,9 +1,9 @@
 """KV pages kept after use, found again by the content of everything before and in them.
 
 A page's key is a SHA-256 chain: (key of the page before it, token ids, media rows, bidirectional spans), and
-the chain starts from the digest of the adapter's language deltas. Names play no part, so an adapter
-replaced under its name never meets the old one's pages, and adapters without language deltas share the
-base model's. Tokens of media are placeholders: what tells pictures apart is (vision key, feature row).
+the chain starts from the digest of the adapter's language deltas and the request's salt. Names play no part, so
+an adapter replaced under its name never meets the old one's pages, and adapters without language deltas share
+the base model's. Tokens of media are placeholders: what tells pictures apart is (vision key, feature row).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class PrefixCache:
         self._salt = salt
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._language_of: dict[int, str] = {}
+        """Language digest by page."""
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -73,6 +75,7 @@ class PrefixCache:
                 self._allocator.share([page])
                 self._page_of[digest] = page
                 self._digest_of[page] = digest
+                self._language_of[page] = _language(seq)
         seq.num_offered_pages = max(seq.num_offered_pages, num_full)
 
     def release(self, pages: Seq[int]) -> None:
@@ -88,9 +91,18 @@ class PrefixCache:
         if count > len(self._idle):
             raise InternalError(f"{count} cached pages to evict, {len(self._idle)} idle")
         for _ in range(count):
-            page, _ = self._idle.popitem(last=False)
-            del self._page_of[self._digest_of.pop(page)]
-            self._allocator.free([page])
+            self._drop(next(iter(self._idle)))
+
+    def forget(self, language: str) -> None:
+        """Free the idle pages made with these language deltas, which are gone."""
+        for page in [page for page in self._idle if self._language_of[page] == language]:
+            self._drop(page)
+
+    def _drop(self, page: int) -> None:
+        del self._idle[page]
+        del self._page_of[self._digest_of.pop(page)]
+        del self._language_of[page]
+        self._allocator.free([page])
 
     def clear(self) -> None:
         """Free all idle pages."""
@@ -106,8 +118,7 @@ class PrefixCache:
         return digests[:count]
 
     def _root(self, seq: Sequence) -> bytes:
-        language = seq.adapter.language_digest if seq.adapter is not None else ""
-        return hashlib.sha256(_text(self._salt) + _text(language)).digest()
+        return hashlib.sha256(_text(self._salt) + _text(seq.cache_salt) + _text(_language(seq))).digest()
 
     def _outside_spans(self, seq: Sequence, num_pages: int) -> int:
         """The most pages, up to `num_pages`, that do not end inside a bidirectional span."""
@@ -130,6 +141,10 @@ class PrefixCache:
             raise InternalError(f"prefix cache: idle pages {sorted(self._idle)} should be {sorted(idle)}")
         if any(self._allocator.users(page) == 0 for page in self._digest_of):
             raise InternalError("prefix cache: a kept page is free")
+
+
+def _language(seq: Sequence) -> str:
+    return seq.adapter.language_digest if seq.adapter is not None else ""
 
 
 def _page_digest(parent: bytes, seq: Sequence, index: int, page_tokens: int) -> bytes:

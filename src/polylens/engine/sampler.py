@@ -1,33 +1,27 @@
 """From logits to tokens, for all sequences of a step at once.
 
-The order of the filters, as Transformers' `generate` has it: temperature, then top_k, then top_p over what
-top_k left, then min_p over what top_p left. Each token takes one uniform draw from the request's own
-generator, so what a request draws does not depend on its batch mates. Log-probabilities are those of the raw
-logits: before temperature and filters.
+A request's own rules come first (`logit_rules`). Then the filters, in the order that Transformers' `generate`
+has: temperature, then top_k, then top_p over what top_k left, then min_p over what top_p left. Each token takes
+one uniform draw from the request's own generator, so what a request draws does not depend on its batch mates.
+Log-probabilities are those of the raw logits: before rules, temperature and filters.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from polylens.core import TokenLogprob
-from polylens.errors import InternalError, RequestError
+from polylens.engine.logit_rules import ruled_logits
+from polylens.errors import InternalError, PolylensError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from polylens.core import SamplingParams
-
-MAX_LOGPROBS = 20
-"""Most alternatives returned per token: what OpenAI's API allows."""
-
-MAX_SEED = 2**64 - 1
-"""Largest seed torch takes."""
-
+    from polylens.engine.logit_rules import LogitRules
 
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 """Positive temperatures that float32 rounds to 0 count as this: only exact ties with the largest logit remain."""
@@ -36,43 +30,17 @@ LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
 """Temperatures beyond float32 count as this: all tokens are as likely, but those at -inf stay out."""
 
 
+NUM_CANDIDATES = 1024
+"""Tokens looked at before all are sorted: more than a usual top_p or top_k leaves. At 152 000 tokens a row takes a
+small part of a full sort's time."""
+
+
 @dataclass(frozen=True)
 class Sampled:
     """A chosen token; `logprob` if the request asked for logprobs."""
 
     token_id: int
     logprob: TokenLogprob | None
-
-
-def check_sampling(params: SamplingParams) -> None:
-    """Raise RequestError for the first value of `params` that has a wrong type or is out of range."""
-    _check_integer("max_tokens", params.max_tokens, 1)
-    _check("temperature", params.temperature, _is_number(params.temperature) and params.temperature >= 0, "0 or more")
-    _check("top_p", params.top_p, _is_number(params.top_p) and 0 < params.top_p <= 1, "above 0 and at most 1")
-    _check_integer("top_k", params.top_k, 0)
-    _check("min_p", params.min_p, _is_number(params.min_p) and 0 <= params.min_p < 1, "at least 0 and below 1")
-    if params.seed is not None:
-        _check_integer("seed", params.seed, 0, MAX_SEED)
-    if params.logprobs is not None:
-        _check_integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
-    stops = isinstance(params.stop, tuple | list) and all(isinstance(stop, str) and stop for stop in params.stop)
-    _check("stop", params.stop, stops, "a tuple of strings, none of them empty")
-    for token_id in params.stop_token_ids:
-        _check_integer("stop_token_ids", token_id, 0)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_integer(param: str, value: object, low: int, high: int | None = None) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high)
-    _check(param, value, ok, f"an integer from {low}" + (f" to {high}" if high is not None else " up"))
-
-
-def _check(param: str, value: object, ok: bool, rule: str) -> None:
-    if not ok:
-        raise RequestError(f"{param} must be {rule}, not {value!r}", param=param)
 
 
 def make_generator(params: SamplingParams) -> torch.Generator | None:
@@ -96,17 +64,21 @@ class Sampler:
         logits_sv: torch.Tensor,
         params: Seq[SamplingParams],
         generators: Seq[torch.Generator | None],
-    ) -> list[Sampled | InternalError]:
+        rules: Seq[LogitRules | None] | None = None,
+    ) -> list[Sampled | PolylensError]:
         """One result per row of `logits_sv` (sequences, vocab), float, unchanged by this.
 
-        `params` and `generators` (`make_generator`) belong to the rows in order. A row that is not a
-        distribution (NaN, +inf, or nothing above -inf) gives an InternalError in its place; the others are
-        not affected.
+        `params`, `generators` (`make_generator`) and `rules` (`LogitRules.start`, told of the chosen token here)
+        belong to the rows in order. A row that is not a distribution (NaN, +inf, or nothing above -inf) gives an
+        InternalError in its place, one whose rules cannot go on their error; the others are not affected.
         """
         if not params:
             return []
-        logits_sv = logits_sv.float()
-        valid = torch.isfinite(logits_sv.amax(dim=-1))
+        rules = rules if rules is not None else [None] * len(params)
+        raw_sv = logits_sv.float()
+        logits_sv, errors = ruled_logits(raw_sv, rules)
+        # Of the raw logits too: a rule may have put -inf where the model gave NaN.
+        valid = torch.isfinite(logits_sv.amax(dim=-1)) & torch.isfinite(raw_sv.amax(dim=-1))
         chosen = logits_sv.argmax(dim=-1)
         drawing = [row for row, one in enumerate(params) if one.temperature > 0]
         if drawing:
@@ -114,11 +86,24 @@ class Sampler:
             chosen[rows] = _draw(
                 logits_sv[rows], [params[row] for row in drawing], [generators[row] for row in drawing]
             )
-        logprobs = _logprobs(logits_sv, chosen, params)
+        logprobs = _logprobs(raw_sv, chosen, params)
         return [
-            Sampled(token, logprobs.get(row)) if ok else InternalError("the model gave logits that are not finite")
+            errors.get(row) or _result(token, logprobs.get(row), ok, rules[row])
             for row, (token, ok) in enumerate(zip(chosen.tolist(), valid.tolist(), strict=True))
         ]
+
+
+def _result(
+    token_id: int, logprob: TokenLogprob | None, valid: bool, rule: LogitRules | None
+) -> Sampled | PolylensError:
+    if not valid:
+        return InternalError("the model gave logits that are not finite")
+    try:
+        if rule is not None:
+            rule.accept(token_id)
+    except PolylensError as error:
+        return error
+    return Sampled(token_id, logprob)
 
 
 def _draw(
@@ -126,7 +111,9 @@ def _draw(
 ) -> torch.Tensor:
     """Token ids (s,), one draw a row, from the filtered distributions."""
     draws_s = torch.tensor([_uniform(generator) for generator in generators], dtype=torch.float64).to(logits_sv.device)
-    temperature_s = logits_sv.new_tensor([one.temperature for one in params]).clamp(SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE)
+    temperature_s = logits_sv.new_tensor([one.temperature for one in params]).clamp(
+        SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE
+    )
     # Shifting by the largest logit first keeps very low temperatures from overflowing.
     logits_sv = (logits_sv - logits_sv.amax(dim=-1, keepdim=True)) / temperature_s[:, None]
     chosen = torch.empty(len(params), dtype=torch.long, device=logits_sv.device)
@@ -153,34 +140,71 @@ def _pick(logits_sv: torch.Tensor, draws_s: torch.Tensor, params: Seq[SamplingPa
 
 
 def _pick_filtered(logits_sv: torch.Tensor, draws_s: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    sorted_sv, ids_sv = logits_sv.sort(dim=-1, descending=True, stable=True)
-    probs_sv = filter_sorted(
-        sorted_sv.softmax(dim=-1),
-        top_k=torch.tensor([one.top_k for one in params], device=logits_sv.device),
-        top_p=logits_sv.new_tensor([one.top_p for one in params]),
-        min_p=logits_sv.new_tensor([one.min_p for one in params]),
-    )
-    return ids_sv.gather(-1, _invert(probs_sv, draws_s)[:, None])[:, 0]
+    probs_sv = logits_sv.softmax(dim=-1)
+    filters = Filters.of(params, logits_sv)
+    # Few tokens pass the filters as a rule, and the most probable few are found much faster than all are sorted.
+    chosen_s, certain_s = _pick_among(probs_sv, min(NUM_CANDIDATES, probs_sv.shape[-1]), draws_s, filters)
+    unsure = (~certain_s).nonzero()[:, 0]
+    if len(unsure):
+        chosen_s[unsure], _ = _pick_among(probs_sv[unsure], probs_sv.shape[-1], draws_s[unsure], filters.rows(unsure))
+    return chosen_s
 
 
-def filter_sorted(
-    probs_sv: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """`probs_sv` (rows, vocab; each row descending, sum 1) with zeros for what the filters remove; not rescaled.
+def _pick_among(
+    probs_sv: torch.Tensor, num_candidates: int, draws_s: torch.Tensor, filters: Filters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw among the most probable `num_candidates` tokens: the ids (s,), and whether no other token could pass
+    the filters (s,). That depends on the row alone, never on its batch mates."""
+    top_sc, ids_sc = probs_sv.topk(num_candidates, dim=-1)
+    rest_s = probs_sv.sum(dim=-1) - top_sc.sum(dim=-1) if num_candidates < probs_sv.shape[-1] else draws_s.new_zeros(())
+    kept_sc, certain_s = filter_sorted(top_sc, rest_s.expand(len(draws_s)).to(top_sc.dtype), filters)
+    certain_s = certain_s | (num_candidates == probs_sv.shape[-1])
+    return ids_sc.gather(-1, _invert(kept_sc, draws_s)[:, None])[:, 0], certain_s
 
-    top_k (rows,): keep the first k; 0 keeps all. top_p (rows,): of these, rescaled to sum 1, keep the fewest
-    that reach p together. min_p (rows,): keep those of at least min_p times the largest. The most probable
+
+@dataclass(frozen=True)
+class Filters:
+    """The filters of some rows as columns (rows, 1). top_k 0, top_p 1 and min_p 0 are off."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @staticmethod
+    def of(params: Seq[SamplingParams], like: torch.Tensor) -> Filters:
+        return Filters(
+            top_k=torch.tensor([[min(one.top_k, like.shape[-1])] for one in params], device=like.device),
+            top_p=like.new_tensor([[one.top_p] for one in params]),
+            min_p=like.new_tensor([[one.min_p] for one in params]),
+        )
+
+    def rows(self, index: torch.Tensor) -> Filters:
+        return Filters(self.top_k[index], self.top_p[index], self.min_p[index])
+
+
+def filter_sorted(probs_sc: torch.Tensor, rest_s: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor]:
+    """`probs_sc` with zeros for what the filters remove, not rescaled; and per row whether the rest is removed too.
+
+    probs_sc (rows, candidates): the most probable tokens' probabilities, descending. rest_s (rows,): the
+    probability of all others together. top_k: keep the first k. top_p: of what top_k left, rescaled to sum 1, keep
+    the fewest that reach p together. min_p: keep those of at least min_p times the largest. The most probable
     token always stays.
     """
-    ranks_v = torch.arange(probs_sv.shape[-1], device=probs_sv.device)
-    in_top_k = (ranks_v < top_k[:, None]) | (top_k[:, None] == 0)
-    probs_sv = probs_sv * in_top_k
-    sums_sv = probs_sv.cumsum(dim=-1)
-    before_sv = torch.nn.functional.pad(sums_sv[:, :-1], (1, 0))
+    ranks_c = torch.arange(probs_sc.shape[-1], device=probs_sc.device)
+    by_rank = filters.top_k > 0
+    left_sc = probs_sc * ((ranks_c < filters.top_k) | ~by_rank)
+    sums_sc = left_sc.cumsum(dim=-1)
+    total_s1 = sums_sc[:, -1:] + rest_s[:, None] * ~by_rank
+    before_sc = torch.nn.functional.pad(sums_sc[:, :-1], (1, 0))
     # top_p 1 keeps all, whatever the rounding of the sums.
-    in_top_p = (before_sv < top_p[:, None] * sums_sv[:, -1:]) | (top_p[:, None] == 1)
-    in_min_p = probs_sv >= min_p[:, None] * probs_sv[:, :1]
-    return probs_sv * ((in_top_p & in_min_p) | (ranks_v == 0))
+    in_top_p = (before_sc < filters.top_p * total_s1) | (filters.top_p == 1)
+    least_s1 = filters.min_p * left_sc[:, :1]
+    kept_sc = left_sc * ((in_top_p & (left_sc >= least_s1)) | (ranks_c == 0))
+    # A larger top_k makes the total uncertain, so there top_p and min_p alone decide nothing.
+    few = by_rank & (filters.top_k <= probs_sc.shape[-1])
+    reached = (filters.top_p < 1) & (sums_sc[:, -1:] >= filters.top_p * total_s1)
+    below = left_sc[:, -1:] < least_s1
+    return kept_sc, (few | (~by_rank & (reached | below)))[:, 0]
 
 
 def _invert(weights_sv: torch.Tensor, draws_s: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,22 @@
 
 Every running sequence has tokens left to compute: one while it decodes, more while it is in prefill (also
 after a preemption, when its generated tokens are computed again). A step takes the decodes first, then chunks
-of prefill in order of arrival, within a budget of tokens.
+of prefill in order of admission, within a budget of tokens. Who is admitted next is the `FairQueue`'s to say,
+within what the `AdapterGate` lets through.
 
-When pages are short, idle pages of the prefix cache go first; then the last-arrived running sequence is
-preempted: its pages are given back and it is computed again later. No step is ever empty while there is
-work: the first-arrived sequence may preempt all others, and one that cannot fit alone is refused at `add`.
+When pages are short, idle pages of the prefix cache go first; then the last-admitted running sequence is
+preempted: its pages are given back and it is computed again later. No step is empty while there is work, but
+where all of it waits for adapters: the first-admitted sequence may preempt all others, and one that cannot fit
+alone is refused at `add`.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from polylens.engine.fair_queue import FairQueue
 from polylens.engine.pages import pages_for
 from polylens.engine.sequence import SequenceState
 from polylens.errors import InternalError, PromptTooLongError
@@ -24,6 +28,16 @@ if TYPE_CHECKING:
     from polylens.engine.pages import PageAllocator
     from polylens.engine.prefix_cache import PrefixCache
     from polylens.engine.sequence import MediaSpan, Sequence
+
+
+class AdapterGate(Protocol):
+    """Says whether a sequence's adapter is where steps can use it (`AdapterStore`), and keeps it there."""
+
+    def enter(self, seq: Sequence) -> bool:
+        """Keep the adapter in place until `leave`; False: it is not there yet, ask again in a later step."""
+
+    def leave(self, seq: Sequence) -> None:
+        """The sequence takes part in no step until it enters again."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,8 @@ class Scheduler:
         max_running: int,
         allocator: PageAllocator,
         prefix_cache: PrefixCache | None = None,
+        queue: FairQueue | None = None,
+        gate: AdapterGate | None = None,
     ) -> None:
         if min(page_tokens, max_step_tokens, max_running) < 1:
             raise ValueError("page_tokens, max_step_tokens and max_running must be at least 1")
@@ -124,13 +140,24 @@ class Scheduler:
         self._max_running = max_running
         self._allocator = allocator
         self._prefix_cache = prefix_cache
-        self._arrivals = 0
-        # Both in order of arrival; all running sequences arrived before all waiting ones.
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        """Prompt tokens of all sequences admitted so far; of these the prefix cache had `num_cached_tokens`."""
+        self.num_cached_tokens = 0
+        self._gate = gate
+        self._num_admitted = 0
+        # Both in order of first admission.
         self._running: list[Sequence] = []
-        self._waiting: list[Sequence] = []
+        self._preempted: list[Sequence] = []
+        self._queue = queue if queue is not None else FairQueue()
+        """Those never admitted; they come after the preempted ones."""
         self._decodes_postponed = False
 
     # ---- what the engine calls
+
+    @property
+    def allocator(self) -> PageAllocator:
+        return self._allocator
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -138,10 +165,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        return tuple(self._waiting)
+        return (*self._preempted, *self._queue)
 
     def has_unfinished(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._preempted or len(self._queue))
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence; PromptTooLongError if prompt and answer would not fit with all else removed."""
@@ -154,16 +181,14 @@ class Scheduler:
                 f"pages of {existing}; shorten the prompt, lower max_tokens or raise kv_bytes",
                 param="max_tokens",
             )
-        seq.arrival = self._arrivals
-        self._arrivals += 1
-        self._waiting.append(seq)
+        self._queue.add(seq)
 
     def schedule(self) -> StepPlan:
-        """The next step, its pages allocated. Empty only when no sequence is unfinished."""
+        """The next step, its pages allocated. Empty only when all unfinished sequences wait for their adapters."""
         draft = _Draft(self._max_step_tokens)
         self._plan_decodes(draft)
         self._plan_prefills(draft)
-        if not draft.entries and self.has_unfinished():
+        if not draft.entries and self._running:
             raise InternalError("the scheduler found no work although sequences are unfinished")
         return draft.plan()
 
@@ -192,8 +217,10 @@ class Scheduler:
         if seq.state is SequenceState.RUNNING:
             self._running.remove(seq)
             self._give_back(seq)
+        elif seq in self._preempted:
+            self._preempted.remove(seq)
         elif seq.state is SequenceState.WAITING:
-            self._waiting.remove(seq)
+            self._queue.remove(seq)
         seq.state = SequenceState.FINISHED
 
     # ---- planning
@@ -214,10 +241,17 @@ class Scheduler:
             if seq.state is SequenceState.RUNNING and seq.num_remaining > 1 and self._plan_chunk(seq, draft):
                 return
         # No admission after a preemption: the pages were needed by someone else.
-        while self._waiting and len(self._running) < self._max_running and draft.budget > 0 and not draft.preempted:
-            seq = self._waiting[0]
-            if not self._admit(seq) or self._plan_chunk(seq, draft):
+        while len(self._running) < self._max_running and draft.budget > 0 and not draft.preempted:
+            admitted = self._next_through_gate()
+            if admitted is None or not self._admit(admitted) or self._plan_chunk(admitted, draft):
                 return
+
+    def _next_through_gate(self) -> Sequence | None:
+        """The waiting sequence that should run next among those whose adapter is in place; the gate keeps it there."""
+        for seq in (*self._preempted, *self._queue.candidates()):
+            if self._gate is None or self._gate.enter(seq):
+                return seq
+        return None
 
     def _plan_chunk(self, seq: Sequence, draft: _Draft) -> bool:
         """Plan the next chunk of a sequence in prefill, if it can have one. True: nothing may be added after it."""
@@ -261,24 +295,39 @@ class Scheduler:
     # ---- pages
 
     def _admit(self, seq: Sequence) -> bool:
-        """Make the first waiting sequence run, with what the prefix cache has of it; False if pages are short."""
+        """Make a waiting sequence run, with what the prefix cache has of it; False if pages are short."""
         found = self._prefix_cache.lookup(seq) if self._prefix_cache is not None else []
         missing = pages_for(seq.num_tokens, self._page_tokens) - len(found)
         if self._running and missing > self._num_available() - self._num_promised():
             self._release(found)
+            self._leave_gate(seq)
             return False
-        self._waiting.pop(0)
-        self._running.append(seq)
+        self._take_from_waiting(seq)
+        insort(self._running, seq, key=lambda one: one.turn)
         seq.state = SequenceState.RUNNING
         seq.page_table = found
         seq.num_computed = len(found) * self._page_tokens
         seq.num_offered_pages = len(found)
         if seq.num_preemptions == 0:
             seq.cached_tokens = seq.num_computed
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_cached_tokens += seq.cached_tokens
         return True
 
+    def _take_from_waiting(self, seq: Sequence) -> None:
+        if seq in self._preempted:
+            self._preempted.remove(seq)
+            return
+        self._queue.take(seq)
+        seq.turn = self._num_admitted
+        self._num_admitted += 1
+
+    def _leave_gate(self, seq: Sequence) -> None:
+        if self._gate is not None:
+            self._gate.leave(seq)
+
     def _make_room(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
-        """Give `seq` pages for its first `num_tokens` tokens, preempting those that arrived later if need be."""
+        """Give `seq` pages for its first `num_tokens` tokens, preempting those admitted later if need be."""
         missing = pages_for(num_tokens, self._page_tokens) - len(seq.page_table)
         while missing > self._num_available():
             if self._running[-1] is seq:
@@ -296,9 +345,11 @@ class Scheduler:
         self._give_back(seq)
         seq.state = SequenceState.WAITING
         seq.num_preemptions += 1
-        self._waiting.insert(0, seq)
+        self.num_preemptions += 1
+        insort(self._preempted, seq, key=lambda one: one.turn)
 
     def _give_back(self, seq: Sequence) -> None:
+        self._leave_gate(seq)
         self._release(seq.page_table)
         seq.page_table = []
         seq.num_computed = 0
@@ -344,15 +395,16 @@ class Scheduler:
             self._check_running(seq)
 
     def _check_order(self) -> None:
-        arrivals = [seq.arrival for seq in (*self._running, *self._waiting) if seq.arrival is not None]
-        if arrivals != sorted(set(arrivals)):
-            raise InternalError(f"sequences out of order of arrival: {arrivals}")
+        for sequences in (self._running, self._preempted):
+            turns = [seq.turn for seq in sequences]
+            if turns != sorted(set(turns)):
+                raise InternalError(f"sequences out of order of admission: {turns}")
         states = [(seq, SequenceState.RUNNING) for seq in self._running]
-        states += [(seq, SequenceState.WAITING) for seq in self._waiting]
+        states += [(seq, SequenceState.WAITING) for seq in self.waiting]
         for seq, state in states:
             if seq.state is not state:
                 raise InternalError(f"{seq.request_id}: {seq.state} in the list of {state}")
-        for seq in self._waiting:
+        for seq in self.waiting:
             if seq.page_table or seq.num_computed:
                 raise InternalError(f"{seq.request_id}: waits but holds pages")
 

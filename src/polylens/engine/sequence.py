@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     import torch
 
     from polylens.core import Adapter, SamplingParams
+    from polylens.engine.logit_rules import LogitRules
 
 
 class Lease(Protocol):
-    """Keeps an adapter alive while a sequence uses it (`adapters.registry.AdapterLease`)."""
+    """Keeps an adapter alive while a sequence uses it (`adapter_store.StoreLease`)."""
 
     def release(self) -> None: ...
 
@@ -69,7 +70,9 @@ class Sequence:
     positions that see each other and so must be computed in one chunk. positions, position_delta: the
     prompt's position ids as the model border makes them, and what is added to the index of a generated token
     to get its position. cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    generator: this request's own source of random draws (None while greedy).
+    cache_salt: part of the keys under which the prefix cache keeps its pages.
+    generator: this request's own source of random draws (None while greedy). logit_rules: what it does to its
+    logits (None: nothing).
     """
 
     request_id: str
@@ -77,15 +80,18 @@ class Sequence:
     prompt_ids: list[int]
     sampling: SamplingParams
     lease: Lease | None = None
+    cache_salt: str = ""
     media: tuple[MediaSpan, ...] = ()
     bidirectional_spans: tuple[tuple[int, int], ...] = ()
     positions: torch.Tensor | None = None
     position_delta: int = 0
     generator: torch.Generator | None = None
+    logit_rules: LogitRules | None = None
 
     # Written by the scheduler and the prefix cache only.
     state: SequenceState = SequenceState.WAITING
-    arrival: int | None = None
+    turn: int = 0
+    """How many were admitted before this one was for the first time."""
     num_computed: int = 0
     page_table: list[int] = field(default_factory=list)
     cached_tokens: int = 0

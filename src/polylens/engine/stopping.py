@@ -6,7 +6,7 @@ may be the beginning of a stop string, wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from polylens.core import FinishReason
@@ -156,6 +156,13 @@ class OutputStream:
             return OutputStep(text)
         rest, stop = self._stop_strings.push(self._detokenizer.flush())
         return self._end((text + rest, stop), FinishReason.LENGTH, None)
+
+    def complete(self, step: OutputStep) -> OutputStep:
+        """End the answer with its last token, whose `push` gave `step`: its form is complete."""
+        if step.finish_reason is not None:
+            return step
+        rest = self._end(self._stop_strings.push(self._detokenizer.flush()), FinishReason.STOP, None)
+        return replace(rest, text=step.text + rest.text)
 
     def finish(self) -> str:
         """The text still held, for an answer that ends from outside (abort, error)."""

@@ -35,9 +35,10 @@ class EncodeJob:
     adapter: Adapter | None
 
     @classmethod
-    def of(cls, item: ProcessedItem, adapter: Adapter | None) -> EncodeJob:
+    def of(cls, item: ProcessedItem, adapter: Adapter | None, salt: str = "") -> EncodeJob:
+        """salt: keeps requests from finding, by the time it takes, what those with other salts have shown."""
         digest = adapter.vision_digest if adapter else ""
-        parts = f"{item.kind}\0{item.media_key}\0{item.settings_key}\0{digest}"
+        parts = f"{item.kind}\0{item.media_key}\0{item.settings_key}\0{digest}\0{salt}"
         key = hashlib.sha256(parts.encode()).hexdigest()
         return cls(key, item, adapter if digest else None)
 
@@ -55,6 +56,8 @@ class VisionCache:
         self.hits = 0
         self.misses = 0
         self._entries: OrderedDict[str, ItemFeatures] = OrderedDict()
+        self._digests: dict[str, str] = {}
+        """Digest of the vision deltas by key."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -68,22 +71,35 @@ class VisionCache:
         self._entries.move_to_end(key)
         return features
 
-    def put(self, key: str, features: ItemFeatures) -> None:
+    def put(self, key: str, features: ItemFeatures, digest: str = "") -> None:
         if features.num_bytes > self.max_bytes or key in self._entries:
             return
         self._entries[key] = features
+        self._digests[key] = digest
         self.num_bytes += features.num_bytes
         while self.num_bytes > self.max_bytes:
-            _, evicted = self._entries.popitem(last=False)
-            self.num_bytes -= evicted.num_bytes
+            self._drop(next(iter(self._entries)))
+
+    def forget(self, digest: str) -> int:
+        """Drop what was made with these vision deltas, which are gone; returns the bytes freed."""
+        before = self.num_bytes
+        for key in [key for key, made_with in self._digests.items() if made_with == digest]:
+            self._drop(key)
+        return before - self.num_bytes
+
+    def _drop(self, key: str) -> None:
+        self.num_bytes -= self._entries.pop(key).num_bytes
+        del self._digests[key]
 
     def clear(self) -> None:
         self._entries.clear()
+        self._digests.clear()
         self.num_bytes = 0
 
     def check_integrity(self) -> None:
         assert self.num_bytes == sum(entry.num_bytes for entry in self._entries.values())
         assert self.num_bytes <= self.max_bytes
+        assert self._digests.keys() == self._entries.keys()
 
 
 class VisionStage:
@@ -101,6 +117,7 @@ class VisionStage:
         self.mixed = True
         self.num_runs = 0
         self.num_items = 0
+        self.num_rows = 0
 
     def encode(self, jobs: Sequence[EncodeJob]) -> dict[str, ItemFeatures | PolylensError]:
         """Features by job key. A batch that fails puts its error in place of its items' features."""
@@ -120,6 +137,7 @@ class VisionStage:
         items = [job.item for job in batch]
         self.num_runs += 1
         self.num_items += len(items)
+        self.num_rows += sum(encoder_rows(self._loaded, item) for item in items)
         try:
             with self._context.encoder([ItemSize.of(item) for item in items], [job.adapter for job in batch]):
                 features = encode(self._loaded.inner, items, dtype=self._loaded.dtype)
@@ -128,7 +146,7 @@ class VisionStage:
         # A view would keep the whole batch's memory alive in the cache.
         features = [ItemFeatures(f.rows.clone(), tuple(level.clone() for level in f.deepstack)) for f in features]
         for job, item_features in zip(batch, features, strict=True):
-            self.cache.put(job.key, item_features)
+            self.cache.put(job.key, item_features, job.digest)
         return {job.key: item_features for job, item_features in zip(batch, features, strict=True)}
 
     def _batches(self, jobs: Iterable[EncodeJob]) -> Iterator[list[EncodeJob]]:

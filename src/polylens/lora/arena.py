@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
-from polylens.core import Delta
+from polylens.core import Change, with_tensors
 from polylens.errors import InternalError
 
 ALIGN_BYTES = 64
@@ -15,14 +14,14 @@ ALIGN_BYTES = 64
 
 
 def pack(
-    deltas: Mapping[str, Delta], device: torch.device | str | None = None
-) -> tuple[torch.Tensor, dict[str, Delta]]:
-    """Copy all A and B into one 1-D buffer on `device` (None: where they are); the new deltas are views of it.
+    deltas: Mapping[str, Change], device: torch.device | str | None = None
+) -> tuple[torch.Tensor, dict[str, Change]]:
+    """Copy all tensors of all changes into one 1-D buffer on `device` (None: where they are); the new ones are views.
 
     All tensors must have one dtype, and one device if `device` is None, else InternalError. The buffer is
     filled where the tensors are and moved in one copy. Without deltas it is empty.
     """
-    tensors = [tensor for delta in deltas.values() for tensor in (delta.a, delta.b)]
+    tensors = [tensor for delta in deltas.values() for tensor in delta.tensors().values()]
     dtype, source = _common(tensors)
     offsets, total = _layout(tensors, dtype)
     buffer = torch.zeros(total, dtype=dtype, device=source)
@@ -33,7 +32,9 @@ def pack(
         buffer[offset : offset + tensor.numel()].view(tensor.shape)
         for tensor, offset in zip(tensors, offsets, strict=True)
     )
-    return buffer, {name: replace(delta, a=next(views), b=next(views)) for name, delta in deltas.items()}
+    return buffer, {
+        name: with_tensors(delta, {field: next(views) for field in delta.tensors()}) for name, delta in deltas.items()
+    }
 
 
 def _common(tensors: list[torch.Tensor]) -> tuple[torch.dtype, torch.device]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from polylens.core import Adapter, Component, LayerSpec
+from polylens.core import Adapter, Change, Component, LayerSpec
 from polylens.errors import InternalError, RowRuleError
 from polylens.lora.routing import DeltaRows, Segment, Segments, check_cover, delta_rows, distinct, num_rows, segments
 from polylens.models.row_rules import ItemSize, RowRule, rows_per_item
@@ -15,7 +15,7 @@ from polylens.models.row_rules import ItemSize, RowRule, rows_per_item
 class _Routing(Protocol):
     """How the rows of one forward are owned."""
 
-    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]: ...
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]: ...
 
     def has_delta(self, layer: str) -> bool: ...
 
@@ -36,6 +36,8 @@ class RoutingContext:
         self._per_call_layers: set[str] = set()
         self._open = False
         self._routing: _Routing | None = None
+        self.special = False
+        """Whether an adapter of the forward that runs now has more than plain factors (`Adapter.special`)."""
 
     @property
     def active(self) -> bool:
@@ -60,9 +62,9 @@ class RoutingContext:
         head = token_segments if head_segments is None else head_segments
         check_cover(token_segments)
         check_cover(head)
-        has_adapter = any(segment.adapter is not None for segment in (*token_segments, *head))
-        routing = _TextRouting(tuple(token_segments), tuple(head), self._head_layer) if has_adapter else None
-        with self._entered(routing):
+        adapters = [segment.adapter for segment in (*token_segments, *head) if segment.adapter is not None]
+        routing = _TextRouting(tuple(token_segments), tuple(head), self._head_layer) if adapters else None
+        with self._entered(routing, special=any(adapter.special for adapter in adapters)):
             yield
 
     @contextmanager
@@ -75,15 +77,16 @@ class RoutingContext:
         if len(sizes) != len(adapters):
             raise InternalError(f"{len(sizes)} item sizes for {len(adapters)} adapters")
         if all(adapter is None for adapter in adapters):
-            with self._entered(None):
+            with self._entered(None, special=False):
                 yield
             return
         routing = _EncoderRouting(tuple(sizes), tuple(adapters))
-        with self._entered(routing):
+        special = any(adapter is not None and adapter.special for adapter in adapters)
+        with self._entered(routing, special=special):
             yield
             routing.check_calls(self._per_call_layers)
 
-    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]:
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
         """The deltas to add to a call of this layer with `num_rows` rows, and their rows.
 
         Empty when no adapter of the batch touches the layer. Raises RowRuleError when the rows cannot be
@@ -98,16 +101,18 @@ class RoutingContext:
         return self._routing is not None and self._routing.has_delta(layer)
 
     @contextmanager
-    def _entered(self, routing: _Routing | None) -> Iterator[None]:
+    def _entered(self, routing: _Routing | None, *, special: bool) -> Iterator[None]:
         if self._open:
             raise InternalError("a routing context was opened inside another one")
         self._open = True
         self._routing = routing
+        self.special = special
         try:
             yield
         finally:
             # Also drops the references to the adapters, whose memory an unload expects to get back.
             self._routing = None
+            self.special = False
             self._open = False
 
 
@@ -119,7 +124,7 @@ class _TextRouting:
         self._head = head
         self._head_layer = head_layer
 
-    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]:
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
         routed = self._segments_of(spec.name)
         found = delta_rows(routed, spec.name)
         if found:
@@ -152,7 +157,7 @@ class _EncoderRouting:
         self._divided: dict[tuple[RowRule, int], Segments] = {}
         self._calls: dict[str, int] = {}
 
-    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows, ...]:
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
         if rule is RowRule.NO_EFFECT or not self.has_delta(spec.name):
             return ()
         if spec.component is Component.LANGUAGE_MODEL:

@@ -71,7 +71,9 @@ PROBE_FEATURES = 1024
 PROBE_RANK = 32
 PROBE_PASS_VALUES = 1 << 22
 """Sizes of the calibration's tensors: out of a core's own caches, yet milliseconds to run."""
-PROBE_REPEATS = 5
+PROBE_S = 0.1
+"""Time spent on each constant: three of them stay well under half a second."""
+PROBE_REPEATS = 30
 
 
 def calibrate(device: torch.device | str, dtype: torch.dtype) -> Calibration:
@@ -96,15 +98,19 @@ def calibrate(device: torch.device | str, dtype: torch.dtype) -> Calibration:
 
 
 def _best_s(run: Callable[[], object], device: torch.device) -> float:
-    """Shortest of a few timed runs: other work on the machine only ever adds time."""
-    run()
+    """Shortest of several timed runs within `PROBE_S`: other work on the machine only ever adds time."""
     best = float("inf")
-    for _ in range(PROBE_REPEATS):
+    end = time.perf_counter() + PROBE_S
+    for repeat in range(PROBE_REPEATS + 1):
         _synchronize(device)
         start = time.perf_counter()
         run()
         _synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        now = time.perf_counter()
+        if repeat:  # the first run warms up
+            best = min(best, now - start)
+            if now > end:
+                break
     return max(best, 1e-9)
 
 

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from polylens.core import LayerKind, LayerSpec
+from polylens.core import Change, Delta, LayerKind, LayerSpec, Replacement
 from polylens.errors import InternalError, ModelLoadError, PolylensError, RowRuleError
 from polylens.lora.context import RoutingContext
-from polylens.lora.cost import CostModel
+from polylens.lora.cost import CostModel, Way
+from polylens.lora.modules import EmbeddingModule, RowsModule, with_parameters
 from polylens.lora.ops import Scratch, apply_factored_, apply_fused_
 from polylens.lora.routing import DeltaRows
+from polylens.lora.special import apply_special_, overwrites_all, part
 from polylens.models.row_rules import RowRule
 
 MATMULS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
@@ -82,6 +84,7 @@ def wrap_layers(
     try:
         factored_only = [layer.spec.name for layer in core if not _wrap_linear(model, layer, wrapped)]
         _wrap_matmuls(model, core, wrapped)
+        _wrap_others(model, core, wrapped)
     except PolylensError:
         wrapped.unwrap()
         raise
@@ -103,21 +106,21 @@ class _Layer:
         self._scratch = scratch
         self._in_first = spec.kind is LayerKind.MATMUL
 
-    def rows_of(self, x: torch.Tensor) -> tuple[DeltaRows, ...]:
+    def rows_of(self, x: torch.Tensor) -> tuple[DeltaRows[Change], ...]:
         """The deltas to add to this call; raises RowRuleError before anything is computed."""
         return self.ctx.delta_rows(self.spec, self.rule, x.numel() // self.spec.in_features)
 
-    def split(self, rows: Sequence[DeltaRows]) -> tuple[list[DeltaRows], list[DeltaRows]]:
+    def split(self, rows: Sequence[DeltaRows[Delta]]) -> tuple[list[DeltaRows[Delta]], list[DeltaRows[Delta]]]:
         """(factored, fused) by cost."""
-        factored: list[DeltaRows] = []
-        fused: list[DeltaRows] = []
+        factored: list[DeltaRows[Delta]] = []
+        fused: list[DeltaRows[Delta]] = []
         spec = self.spec
         for row in rows:
             way = self._cost.choose(row.stop - row.start, spec.in_features, spec.out_features, row.delta.rank)
             (factored if way == "factored" else fused).append(row)
         return factored, fused
 
-    def factored(self, x: torch.Tensor, y: torch.Tensor, rows: Sequence[DeltaRows]) -> torch.Tensor:
+    def factored(self, x: torch.Tensor, y: torch.Tensor, rows: Sequence[DeltaRows[Delta]]) -> torch.Tensor:
         """The base layer's output `y` of `x` with the deltas added, in place where its layout allows."""
         y = y.contiguous()
         spec = self.spec
@@ -125,7 +128,7 @@ class _Layer:
         return y
 
     def fused(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Sequence[DeltaRows]
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Sequence[DeltaRows[Delta]]
     ) -> torch.Tensor:
         """The layer's output with the deltas of `rows`, without a base forward."""
         x_ti = x.reshape(-1, self.spec.in_features)
@@ -138,16 +141,46 @@ class _Layer:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        rows: Sequence[DeltaRows],
+        rows: Sequence[DeltaRows[Change]],
         base: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         """Each delta its cheaper way. `base` runs the base layer and is called only if nothing is fused."""
-        factored, fused = self.split(rows)
+        if self.ctx.special:
+            plain, special = part(rows)
+            if special:
+                return self._special(x, weight, bias, plain, special, base)
+        factored, fused = self.split(rows)  # type: ignore[arg-type]  # all are plain here
         y = self.fused(x, weight, bias, fused) if fused else base()
         return self.factored(x, y, factored) if factored else y
 
+    def way_of(self, row: DeltaRows[Change]) -> Way:
+        spec = self.spec
+        return self._cost.choose(row.stop - row.start, spec.in_features, spec.out_features, row.delta.rank)
 
-def _in_dtype(rows: Sequence[DeltaRows], dtype: torch.dtype) -> Sequence[DeltaRows]:
+    def _special(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        plain: Sequence[DeltaRows[Delta]],
+        special: Sequence[DeltaRows[Change]],
+        base: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """`mixed` where some rows have more than plain factors (see `lora.special`)."""
+        spec = self.spec
+        x_ti = x.reshape(-1, spec.in_features)
+        if overwrites_all(special, x_ti.shape[0], self.way_of):
+            y = x.new_empty(*x.shape[:-1], spec.out_features)
+        else:
+            factored, fused = self.split(plain)
+            y = self.fused(x, weight, bias, fused) if fused else base()
+            y = self.factored(x, y, factored) if factored else y.contiguous()
+        y_to = y.view(-1, spec.out_features)
+        apply_special_(x_ti, y_to, weight, bias, special, self._scratch, self.way_of, in_first=self._in_first)
+        return y
+
+
+def _in_dtype(rows: Sequence[DeltaRows[Delta]], dtype: torch.dtype) -> Sequence[DeltaRows[Delta]]:
     """The same deltas in a layer's own dtype: a model may keep single layers in float32."""
     for row in rows:
         if row.delta.a.dtype is not dtype:
@@ -195,13 +228,30 @@ class _OpaqueLinear:
     """A linear layer whose forward is its own: its weight may not be what it multiplies by, so never fused."""
 
     def __init__(self, module: nn.Linear, layer: _Layer) -> None:
+        self._module = module
         self._layer = layer
         self._base = module.forward
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = self._layer.rows_of(input)
+        layer = self._layer
+        rows = layer.rows_of(input)
         y = self._base(input)
-        return self._layer.factored(input, y, rows) if rows else y
+        plain, special = part(rows)
+        y = self._special(input, y, special) if special else y
+        return layer.factored(input, y, plain) if plain else y
+
+    def _special(self, input: torch.Tensor, y: torch.Tensor, rows: Sequence[DeltaRows[Change]]) -> torch.Tensor:
+        """Replaced parameters through the module's own forward, all else added to its output."""
+        y = y.contiguous()
+        x_ti, y_to = input.reshape(-1, self._layer.spec.in_features), y.view(-1, self._layer.spec.out_features)
+        for row in rows:
+            if isinstance(row.delta, Replacement):
+                with with_parameters(self._module, row.delta.tensors()):
+                    y_to[row.start : row.stop] = self._base(x_ti[row.start : row.stop])
+        others = [row for row in rows if not isinstance(row.delta, Replacement)]
+        bias = self._module.bias
+        apply_special_(x_ti, y_to, self._module.weight, bias, others, Scratch(), lambda _: "factored")
+        return y
 
 
 def _wrap_matmuls(model: nn.Module, layers: Iterable[_Layer], wrapped: WrappedLayers) -> None:
@@ -272,6 +322,23 @@ class _CatchMatmul(TorchFunctionMode):
                 raise RowRuleError(f"layer {layer.spec.name}: its parameter was not used in a product x @ W")
 
 
+_OTHER_KINDS: Mapping[LayerKind, type[RowsModule] | type[EmbeddingModule]] = {
+    LayerKind.CONV: RowsModule,
+    LayerKind.NORM: RowsModule,
+    LayerKind.EMBEDDING: EmbeddingModule,
+}
+
+
+def _wrap_others(model: nn.Module, layers: Iterable[_Layer], wrapped: WrappedLayers) -> None:
+    """Wrap patch embeddings, norms and the token embedding."""
+    for layer in layers:
+        kind = _OTHER_KINDS.get(layer.spec.kind)
+        if kind is not None:
+            module = _module(model, layer.spec.name, layer.spec)
+            _refuse_twice(module, layer.spec)
+            wrapped._replace_forward(module, kind(module, layer.spec, layer.rule, layer.ctx).forward)
+
+
 def _module(model: nn.Module, path: str, spec: LayerSpec) -> nn.Module:
     try:
         return model.get_submodule(path)
@@ -287,5 +354,5 @@ def _check_shape(spec: LayerSpec, shape: tuple[int, ...], *, in_first: bool) -> 
 
 def _refuse_twice(module: nn.Module, spec: LayerSpec) -> None:
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
-    if isinstance(owner, _PlainLinear | _OpaqueLinear | _MatmulOwner):
+    if isinstance(owner, _PlainLinear | _OpaqueLinear | _MatmulOwner | RowsModule | EmbeddingModule):
         raise InternalError(f"layer {spec.name} is wrapped already; unwrap it first")

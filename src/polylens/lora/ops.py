@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from polylens.core import Delta
 from polylens.lora.routing import DeltaRows
 
 
@@ -44,7 +45,7 @@ class Scratch:
         self._buffers.clear()
 
 
-def apply_reference(x_ti: torch.Tensor, y_to: torch.Tensor, rows: Sequence[DeltaRows]) -> torch.Tensor:
+def apply_reference(x_ti: torch.Tensor, y_to: torch.Tensor, rows: Sequence[DeltaRows[Delta]]) -> torch.Tensor:
     """The definition: y plus every delta on its rows. `y_to` is the base layer's output and is not changed."""
     out_to = y_to.clone()
     for delta, start, stop in rows:
@@ -52,7 +53,7 @@ def apply_reference(x_ti: torch.Tensor, y_to: torch.Tensor, rows: Sequence[Delta
     return out_to
 
 
-def apply_factored_(x_ti: torch.Tensor, y_to: torch.Tensor, rows: Sequence[DeltaRows]) -> None:
+def apply_factored_(x_ti: torch.Tensor, y_to: torch.Tensor, rows: Sequence[DeltaRows[Delta]]) -> None:
     """Add every delta into `y_to` in place, through the rank. Rows of no delta are not touched, bit for bit."""
     num_rows = x_ti.shape[0]
     for delta, start, stop in rows:
@@ -67,7 +68,7 @@ def apply_fused_(
     y_to: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    rows: Sequence[DeltaRows],
+    rows: Sequence[DeltaRows[Delta]],
     scratch: Scratch,
     *,
     in_first: bool = False,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from polylens.core import Adapter, Delta
+from polylens.core import Adapter, Change
 from polylens.errors import InternalError
 
 
@@ -19,10 +19,13 @@ class Segment:
     stop: int
 
 
-class DeltaRows(NamedTuple):
+AnyChange = TypeVar("AnyChange", bound=Change)
+
+
+class DeltaRows(NamedTuple, Generic[AnyChange]):
     """One delta and the rows [start, stop) it applies to. A tuple, because the hot path unpacks it."""
 
-    delta: Delta
+    delta: AnyChange
     start: int
     stop: int
 
@@ -72,7 +75,7 @@ def distinct(adapters: Sequence[Adapter | None]) -> tuple[Adapter | None, ...]:
     return tuple(dict.fromkeys(adapters))
 
 
-def delta_rows(routed: Sequence[Segment], layer: str) -> tuple[DeltaRows, ...]:
+def delta_rows(routed: Sequence[Segment], layer: str) -> tuple[DeltaRows[Change], ...]:
     """The deltas that `layer` has to add and their rows: segments whose adapter leaves it alone are left out."""
     found = []
     for segment in routed:

@@ -98,14 +98,14 @@ def ragged_attention(
     if polylens_batch is None:
         raise InternalError("the text model was called without its ragged batch")
     _refuse_unsupported(kwargs, attention_mask)
-    batch, layer = polylens_batch, module.layer_idx
+    batch, layer = polylens_batch, int(module.layer_idx)  # type: ignore[arg-type]
     batch.store.write(layer, batch.write_slots_t, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for index, rows in enumerate(batch.sequences):
         q = query[:, :, rows.start : rows.stop]
-        out[:, rows.start : rows.stop] = _attend(
-            q, key, value, batch, index, layer, scaling, sliding_window
-        ).transpose(1, 2)
+        out[:, rows.start : rows.stop] = _attend(q, key, value, batch, index, layer, scaling, sliding_window).transpose(
+            1, 2
+        )
     return out, None
 
 

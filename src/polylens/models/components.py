@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -37,8 +37,9 @@ def module_path(model: nn.Module, wanted: nn.Module) -> str:
 def model_layers(model: PreTrainedModel) -> ModelLayers:
     """Find every layer of `model` an adapter may change.
 
-    Linear layers are found by type, bare parameters by the family's notes. Everything else that has
-    parameters is listed in `other_modules`, so that a refusal can say what a tensor's module is.
+    Linear layers, patch embeddings, norms and the token embedding are found by type, bare parameters by the
+    family's notes. Everything else that has parameters is listed in `other_modules`, so that a refusal can say
+    what a tensor's module is.
     """
     locate = _component_finder(model)
     specs = {spec.name: spec for spec in _layer_specs(model, locate)}
@@ -54,6 +55,8 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
         model_class=type(model).__name__,
         num_text_layers=model.config.get_text_config().num_hidden_layers,
         other_modules=others,
+        parameters=dict(model.named_parameters(remove_duplicate=False)),
+        source=model.config._name_or_path or "",
     )
 
 
@@ -63,10 +66,40 @@ def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> 
         if isinstance(module, nn.Linear):
             yield LayerSpec(name, locate(name), LayerKind.LINEAR, module.in_features, module.out_features)
             continue
+        if other := _other_spec(name, module, model, locate):
+            yield other
+            continue
         for param_name, param in module.named_parameters(recurse=False):
             if param_name in matmul_parameters:
                 path = f"{name}.{param_name}"
                 yield LayerSpec(path, locate(path), LayerKind.MATMUL, param.shape[0], param.shape[1])
+
+
+def _other_spec(
+    name: str, module: nn.Module, model: PreTrainedModel, locate: Callable[[str], Component]
+) -> LayerSpec | None:
+    """The spec of a patch embedding, a norm or the token embedding; None for any other module."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return None
+    if module is model.get_input_embeddings() and isinstance(module, nn.Embedding):
+        width = module.embedding_dim
+        return LayerSpec(name, Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, module.num_embeddings, width)
+    if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_linear_over_patches(module):
+        return LayerSpec(name, locate(name), LayerKind.CONV, weight[0].numel(), weight.shape[0])
+    if weight.dim() == 1 and type(module).__name__.endswith("Norm") and not isinstance(module, nn.GroupNorm):
+        # A norm inside text attention sees heads as rows, in an order that differs by family.
+        if locate(name) is Component.LANGUAGE_MODEL and len(weight) != model.config.get_text_config().hidden_size:
+            return None
+        return LayerSpec(name, locate(name), LayerKind.NORM, len(weight), len(weight))
+    return None
+
+
+def _is_linear_over_patches(module: nn.Conv2d | nn.Conv3d) -> bool:
+    """Whether the convolution's patches do not overlap, so that it is a linear layer on each of them."""
+    plain = module.groups == 1 and not any(module.output_padding) and set(module.dilation) == {1}
+    unpadded = module.padding == "valid" or not any(module.padding)
+    return plain and unpadded and tuple(module.stride) == tuple(module.kernel_size)
 
 
 def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
@@ -96,7 +129,7 @@ def _renamer(model: PreTrainedModel) -> Callable[[str], str]:
     names = dict.fromkeys(model.state_dict())
     prefix = model.base_model_prefix
 
-    @lru_cache(maxsize=None)
+    @cache
     def rename(path: str) -> str:
         new, _ = rename_source_key(f"{path}.weight", renamings, converters, prefix, names)
         return new.removesuffix(".weight")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,8 +12,6 @@ from polylens.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
     from polylens.models.processing import ProcessedItem
 
@@ -34,7 +32,7 @@ class ItemFeatures:
         return sum(x.numel() * x.element_size() for x in (self.rows, *self.deepstack))
 
 
-def encode(inner: nn.Module, items: Sequence[ProcessedItem], *, dtype: torch.dtype) -> list[ItemFeatures]:
+def encode(inner: Any, items: Sequence[ProcessedItem], *, dtype: torch.dtype) -> list[ItemFeatures]:
     """Encode items of one kind in one call of transformers' own `get_image_features`/`get_video_features`.
 
     `inner` is the model without its head. Items are concatenated along their first dimension, as the

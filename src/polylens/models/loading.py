@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from polylens.errors import ModelLoadError
 from polylens.models.attention import ATTENTION_NAME, register_attention
 from polylens.models.components import model_layers, module_path, text_model
-from polylens.models.families import FamilyNotes, notes_for
+from polylens.models.families import FAMILIES, FamilyNotes, notes_for
 from polylens.models.processing import Processing
 
 if TYPE_CHECKING:
@@ -53,11 +53,16 @@ class LoadedModel:
         return self.model.get_output_embeddings()
 
     @property
+    def vocab_size(self) -> int:
+        """Width of the logits; the tokenizer may know fewer ids."""
+        return self.head.get_parameter("weight").shape[0]
+
+    @property
     def head_name(self) -> str:
         return module_path(self.model, self.head)
 
     @property
-    def inner(self) -> nn.Module:
+    def inner(self) -> Any:
         """The module with `get_image_features` and `get_rope_index`: everything but the head."""
         return self.model.model
 
@@ -78,12 +83,13 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
     dtype = _dtype(config.dtype, hf_config)
     with _quiet(not config.show_progress), _loading_errors(source):
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             source,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
+    model, report = loaded
     _check_loading_report(report, source)
     return prepare_model(model.to(device), processor, source=source, max_model_len=config.max_model_len)
 
@@ -156,6 +162,11 @@ def _check_config(config: PreTrainedConfig, source: str) -> None:
             f"{source!r} is a {config.model_type!r} model; polylens serves vision-language models "
             "(those of transformers' AutoModelForImageTextToText)"
         )
+    if config.model_type not in FAMILIES:
+        raise ModelLoadError(
+            f"{source!r} is a {config.model_type!r} model: the text runner has not been proven for this family yet; "
+            f"proven: {', '.join(sorted(FAMILIES))}"
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelLoadError(
             f"{source!r} is quantised; polylens needs 16- or 32-bit weights. A QLoRA adapter can be "
@@ -166,7 +177,8 @@ def _check_config(config: PreTrainedConfig, source: str) -> None:
 def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     if name != "auto":
         return _DTYPES[name]
-    return getattr(config, "dtype", None) or config.get_text_config().dtype or torch.float32
+    named = getattr(config, "dtype", None) or config.get_text_config().dtype or torch.float32
+    return named if isinstance(named, torch.dtype) else _DTYPES[str(named)]
 
 
 def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:

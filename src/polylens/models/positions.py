@@ -11,15 +11,13 @@ from polylens.core import MediaKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
-
     from polylens.models.processing import PreparedPrompt, ProcessedItem
 
 _TOKEN_TYPES = {MediaKind.IMAGE: 1, MediaKind.VIDEO: 2}
 """transformers' `mm_token_type_ids`; text is 0."""
 
 
-def prompt_positions(inner: nn.Module, prompt: PreparedPrompt) -> tuple[torch.Tensor, int]:
+def prompt_positions(inner: Any, prompt: PreparedPrompt) -> tuple[torch.Tensor, int]:
     """Positions of the prompt's tokens and the offset of those that follow.
 
     Returns (positions, delta): positions (3, n) for models with multimodal rotary positions (time, height,

@@ -15,7 +15,6 @@ A layer that fails either is UNPROVEN. Errors are relative to the root mean squa
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import defaultdict
@@ -29,8 +28,6 @@ import torch
 from polylens.errors import RowRuleError
 from polylens.models.probe_hooks import Assignment, Calls, ProbeLayer, RandomDeltas
 from polylens.models.row_rules import PROPORTIONAL_RULES, ItemSize, RowRule, SizedItem, rows_per_item
-
-logger = logging.getLogger(__name__)
 
 EQUAL_FACTOR = 10.0
 """Errors up to this many noise floors count as equal: two measured noises rarely differ more."""
@@ -78,8 +75,8 @@ class ProbeResult:
 
     @property
     def mixed(self) -> bool:
-        """Whether one encoder batch may hold items of different adapters."""
-        return RowRule.UNPROVEN not in self.rules.values()
+        """Whether one encoder batch may hold items of different adapters (unreachable layers take no delta)."""
+        return set(self.layers_with(RowRule.UNPROVEN)) <= set(self.unreachable)
 
     def layers_with(self, rule: RowRule) -> tuple[str, ...]:
         return tuple(name for name, value in self.rules.items() if value is rule)

@@ -21,7 +21,7 @@ from polylens.models.row_rules import RowRule
 
 logger = logging.getLogger(__name__)
 
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 """Raise whenever the probe may find another result for the same model."""
 
 CACHE_VARIABLE = "POLYLENS_CACHE"

@@ -1,25 +1,24 @@
 """A small stand-in for a model's encoder, and how row rules found on it carry over.
 
 Row rules follow from the architecture, not from the weights. So the probe runs on a float32 copy made from the
-config alone, with random weights that let every layer be seen, and without a text model to speak of. Where the
-tower is big its blocks are cut to the few that can differ: the first, the last two, and those a config names
-by number (full-attention blocks, deepstack levels, feature layers).
+config alone, with random weights that let every layer be seen, and without a text model to speak of, and with
+few blocks where the tower is big (`probe_cut`).
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from polylens.core import Component, ModelLayers
+from polylens.core import Component, LayerKind, ModelLayers
 from polylens.models.components import model_layers
 from polylens.models.probe import ProbeResult
+from polylens.models.probe_cut import cut_tower
 from polylens.models.probe_hooks import ProbeLayer
 from polylens.models.row_rules import RowRule
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 MAX_UNCUT_PARAMETERS = 20_000_000
 """Encoders up to this size are probed whole: a few dozen forwards of one take seconds on two cores."""
 
-_DEPTH_NAMES = ("depth", "num_hidden_layers", "num_layers")
-_BLOCK_NUMBERS = re.compile(r"(?:index|indexes|indices)$")
-_FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers")
 _SMALL_TEXT = {"vocab_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1}
 _FEW_EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
 _WEIGHT_GAIN = 1.2
@@ -54,7 +50,7 @@ def copy_for_probe(
     config = copy.deepcopy(model.config)
     _shrink_text(config.get_text_config())
     list_lengths = {len(module) for module in model.modules() if isinstance(module, nn.ModuleList)}
-    kept = _cut_tower(config, list_lengths) if _encoder_parameters(model, layers) > max_parameters else None
+    kept = cut_tower(config, list_lengths) if _encoder_parameters(model, layers) > max_parameters else None
     attention = _tower_attention(model)
     small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     small = small.to(next(model.parameters()).device).eval().requires_grad_(False)
@@ -79,7 +75,7 @@ def encoder_layers(layers: ModelLayers) -> tuple[str, ...]:
 
 def _encoder_parameters(model: nn.Module, layers: ModelLayers) -> int:
     specs = [layers.specs[name] for name in encoder_layers(layers)]
-    return sum(spec.in_features * spec.out_features for spec in specs)
+    return sum(spec.in_features * spec.out_features for spec in specs if spec.kind is not LayerKind.NORM)
 
 
 def _tower_attention(model: PreTrainedModel) -> str:
@@ -96,68 +92,6 @@ def _shrink_text(text: PreTrainedConfig) -> None:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
     text.pad_token_id = None
-
-
-def _cut_tower(config: PreTrainedConfig, list_lengths: set[int]) -> tuple[int, ...] | None:
-    """Cut the tower's blocks in `config` to those that can differ; None where its depth is not known by name.
-
-    Of block numbers in a list the first and last are kept, or all where modules are listed alongside
-    (`list_lengths`: one merger for each deepstack level).
-    """
-    vision = config.vision_config
-    depth_name = next((name for name in _DEPTH_NAMES if isinstance(getattr(vision, name, None), int)), None)
-    if depth_name is None:
-        return None
-    depth = getattr(vision, depth_name)
-    features = [(owner, name, getattr(owner, name, None)) for owner in (config, vision) for name in _FEATURE_LAYERS]
-    numbered = {name: value for name, value in vars(vision).items() if _is_block_numbers(name, value)}
-    per_block = {name: value for name, value in vars(vision).items() if _is_per_block(name, value, depth, numbered)}
-    feature_blocks = {_block_of(layer, depth) for _, _, value in features for layer in _as_list(value)}
-    feature_blocks |= {block + 1 for block in feature_blocks}  # the first without effect, if none is taken later
-    named_blocks = {
-        number
-        for value in numbered.values()
-        for number in (value if len(value) in list_lengths else (*value[:1], *value[-1:]))
-    }
-    kept = sorted({0, depth - 2, depth - 1} | named_blocks | (feature_blocks & set(range(depth))))
-    if len(kept) >= depth or kept[0] < 0 or kept[-1] >= depth:
-        return None
-    setattr(vision, depth_name, len(kept))
-    for name, value in numbered.items():
-        setattr(vision, name, type(value)(kept.index(number) for number in value if number in kept))
-    for name, value in per_block.items():
-        setattr(vision, name, [value[number] for number in kept])
-    for owner, name, value in features:
-        if value is not None:
-            new = [_feature_layer(layer, kept, depth) for layer in _as_list(value)]
-            setattr(owner, name, new[0] if isinstance(value, int) else type(value)(new))
-    return tuple(kept)
-
-
-def _is_block_numbers(name: str, value: Any) -> bool:
-    return bool(_BLOCK_NUMBERS.search(name)) and isinstance(value, list | tuple) and all(type(v) is int for v in value)
-
-
-def _is_per_block(name: str, value: Any, depth: int, numbered: Mapping[str, Any]) -> bool:
-    return isinstance(value, list) and len(value) == depth and name not in numbered
-
-
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _block_of(feature_layer: int, depth: int) -> int:
-    """The block whose output is hidden state `feature_layer` (0: the embeddings, before block 0; -1: the last)."""
-    return feature_layer - 1 if feature_layer >= 0 else depth + feature_layer
-
-
-def _feature_layer(layer: int, kept: list[int], depth: int) -> int:
-    if layer == 0 or layer == -depth - 1:
-        return 0
-    position = kept.index(_block_of(layer, depth))
-    return position + 1 if layer > 0 else position - len(kept)
 
 
 def _randomise(model: nn.Module, layers: ModelLayers) -> None:

@@ -1,7 +1,8 @@
 """Random deltas on the layers of an encoder, for the probe only.
 
 A delta here is what an adapter adds to a layer, `y += (x Aᵀ) Bᵀ`, with A (rank, in) and B (out, rank)
-random. The probe puts a different one on every layer for every item of a batch and looks at what comes out.
+random, or for a norm another weight. The probe puts a different one on every layer for every item of a batch
+and looks at what comes out.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ class RandomDeltas:
     def __init__(self, layers: Sequence[ProbeLayer], num_deltas: int, seed: int) -> None:
         self._layers = layers
         generator = torch.Generator().manual_seed(seed)
-        self._factors = {layer.name: [_random_delta(layer, generator) for _ in range(num_deltas)] for layer in layers}
+        self._convolutions = {layer.name for layer in layers if layer.spec.kind is LayerKind.CONV}
+        self._additions = {
+            layer.name: [_random_addition(layer, generator) for _ in range(num_deltas)] for layer in layers
+        }
 
     @contextmanager
     def applied(self, assignment: Assignment | None) -> Iterator[Calls]:
@@ -92,7 +96,7 @@ class RandomDeltas:
 
         def change(layer: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             call_index = len(calls[layer])
-            calls[layer].append(y.numel() // y.shape[-1])
+            calls[layer].append(_num_rows(y, layer in self._convolutions))
             if assignment is None or layer not in assignment.rules:
                 return y
             return self._add(layer, x, y, assignment, call_index)
@@ -111,11 +115,12 @@ class RandomDeltas:
     def _add(
         self, layer: str, x: torch.Tensor, y: torch.Tensor, assignment: Assignment, call_index: int
     ) -> torch.Tensor:
-        x_ti = x.reshape(-1, x.shape[-1])
-        out_to = y.reshape(-1, y.shape[-1]).clone()
+        if layer in self._convolutions:
+            x_ti, out_to = x, y.clone()  # (rows, patches, width)
+        else:
+            x_ti, out_to = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]).clone()
         for delta, rows in assignment.segments(layer, out_to.shape[0], call_index):
-            a_ri, b_or = self._factors[layer][delta]
-            out_to[rows] += (x_ti[rows] @ a_ri.T) @ b_or.T
+            out_to[rows] += self._additions[layer][delta](x_ti[rows], out_to[rows])
         return out_to.view(y.shape)
 
 
@@ -123,10 +128,36 @@ Change = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer name, its input, its output) -> the output to use instead."""
 
 
+def _is_row_norm(layer: ProbeLayer, x: Any, y: Any) -> bool:
+    """Whether a norm was called on vectors of its width and gave as many back (some have channels first)."""
+    tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+    return tensors and x.shape == y.shape and x.shape[-1] == layer.spec.in_features
+
+
+def _num_rows(y: torch.Tensor, is_convolution: bool) -> int:
+    return y.shape[0] if is_convolution else y.numel() // y.shape[-1]
+
+
+def _as_patches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A patch embedding's input (n, c, *sides) and output (n, out, *grid) as (n, patches, in) and (n, patches, out)."""
+    kernel = module.get_parameter("weight").shape[2:]
+    for axis, side in enumerate(kernel):
+        x = x.unfold(2 + axis, side, side)
+    grid = range(2, 2 + len(kernel))
+    x = x.permute(0, *grid, 1, *range(2 + len(kernel), 2 + 2 * len(kernel)))
+    return x.reshape(x.shape[0], y[0, 0].numel(), -1), y.flatten(2).transpose(1, 2)
+
+
 @contextmanager
 def _hooked(layer: ProbeLayer, change: Change) -> Iterator[None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
-        return change(layer.name, args[0] if args else kwargs["input"], y)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if layer.spec.kind is LayerKind.NORM and not _is_row_norm(layer, x, y):
+            return y  # as if it were never called: it counts as out of reach
+        if layer.spec.kind is LayerKind.CONV:
+            x_npi, y_npo = _as_patches(layer.module, x, y)
+            return change(layer.name, x_npi, y_npo).transpose(1, 2).reshape(y.shape)
+        return change(layer.name, x, y)
 
     handle = layer.module.register_forward_hook(hook, with_kwargs=True)
     try:
@@ -152,7 +183,23 @@ class _MatmulInterceptor(TorchFunctionMode):
         return out
 
 
-def _random_delta(layer: ProbeLayer, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+Addition = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(rows of a layer's input, the same rows of its output) -> what a delta adds to that output."""
+
+
+def _random_addition(layer: ProbeLayer, generator: torch.Generator) -> Addition:
+    """A random delta: factors, or for a norm other weights, which scale each of its outputs.
+
+    (A norm's input has no bounds, so factors on it would grow from block to block.)
+    """
+    if layer.spec.kind is LayerKind.NORM:
+        scale_o = (torch.randn(layer.spec.out_features, generator=generator) * DELTA_SCALE).to(layer.weight)
+        return lambda _, y_to: y_to * scale_o
+    a_ri, b_or = _random_factors(layer, generator)
+    return lambda x_ti, _: (x_ti @ a_ri.T) @ b_or.T
+
+
+def _random_factors(layer: ProbeLayer, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors whose output is about DELTA_SCALE times the layer's own, for inputs without a preferred direction."""
     spec, weight = layer.spec, layer.weight
     gain = weight.float().norm().item() / math.sqrt(spec.out_features)

@@ -16,9 +16,6 @@ binds nothing. Videos: frames are used as `media` took them; see `media.video_me
 from __future__ import annotations
 
 import copy
-import hashlib
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -30,9 +27,11 @@ from transformers.utils.chat_template_utils import _get_template_variables
 
 from polylens.config import PROCESSED_ITEMS_BYTES
 from polylens.core import MediaKind
-from polylens.errors import InternalError, MediaError, ModelLoadError, PolylensError, RequestError
+from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
 from polylens.models.control_tokens import Escape, SafeTokenizer, control_tokens
-from polylens.models.media import video_metadata
+from polylens.models.item_processor import ItemProcessor, ResultMemo
+from polylens.models.media_settings import MediaSettings, takes_pixels
+from polylens.models.media_source import first_line
 from polylens.models.prompt import parse_messages, plain_data, strings_in
 
 if TYPE_CHECKING:
@@ -100,9 +99,11 @@ class Processing:
         placeholders = [getattr(processor, f"{kind}_token", None) for kind in MediaKind]
         names = {*media_tokens, *(text for text in placeholders if text)}
         self.control = control_tokens(self.tokenizer, self.template, names)
+        if unknown := names - set(self.control.ids):
+            raise ModelLoadError(f"the processor's media tokens {sorted(unknown)} are no added tokens of its tokenizer")
         self.safe_tokenizer = SafeTokenizer(self.tokenizer, self.control, media_tokens)
         self.stop_token_ids = _stop_token_ids(self.tokenizer, config, generation_config)
-        self._memo = _Memo(PROCESSED_ITEMS_BYTES)
+        self._memo = ResultMemo(PROCESSED_ITEMS_BYTES)
         self._settings = {
             MediaKind.IMAGE: _settings(processor, "image_processor"),
             MediaKind.VIDEO: _settings(processor, "video_processor"),
@@ -127,18 +128,21 @@ class Processing:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         allow_paths: bool = True,
     ) -> PreparedPrompt:
         """Render, tokenise and process one conversation (see `prompt` for the form of messages).
 
-        chat_template_kwargs: variables of the model's chat template. allow_paths: whether media may name local
-        files. Raises RequestError (MediaError for media) with one line that names what is wrong.
+        chat_template_kwargs: variables of the model's chat template. mm_processor_kwargs: see `MediaSettings`.
+        allow_paths: whether media may name local files. Raises RequestError (MediaError for media) with one line
+        that names what is wrong.
         """
-        chat = parse_messages(messages, takes_videos=self.takes_videos, allow_paths=allow_paths)
+        settings = self._media_settings(mm_processor_kwargs)
+        chat = parse_messages(messages, takes_videos=self.takes_videos, allow_paths=allow_paths, settings=settings)
         variables = self._template_variables(chat_template_kwargs)
         rendered = self._in_template_form(chat.messages)
         escape = Escape(self.control, self.template, strings_in([rendered, variables]))
-        call = _Call(self, escape, chat.media)
+        call = _Call(self, escape, chat.media, settings)
         ids = call.run(
             lambda processor: processor.apply_chat_template(
                 escape.hide(rendered),
@@ -151,13 +155,38 @@ class Processing:
         )
         return self._assemble(ids, call)
 
-    def prepare_text(self, prompt: str) -> PreparedPrompt:
-        """Tokenise a raw prompt (no chat template, no media). It is user text: typed control tokens bind nothing."""
+    def prepare_text(self, prompt: str | Sequence[int]) -> PreparedPrompt:
+        """Tokenise a raw prompt (no chat template, no media). It is user text: typed control tokens bind nothing.
+
+        Token ids are taken as they are, media tokens among them as tokens without a picture.
+        """
+        if isinstance(prompt, list | tuple):
+            return PreparedPrompt(self._checked_ids(prompt))
         if not isinstance(prompt, str):
-            raise RequestError(f"prompt must be a string, got {type(prompt).__name__}", param="prompt")
-        prompt = plain_data(prompt, "prompt")
-        escape = Escape(self.control, self.template, [prompt])
-        return PreparedPrompt(self.safe_tokenizer.encode(escape.hide(prompt), escape, {"add_special_tokens": True}))
+            raise RequestError(
+                f"prompt must be a string or a list of token ids, got {type(prompt).__name__}", param="prompt"
+            )
+        text: str = plain_data(prompt, "prompt")
+        escape = Escape(self.control, self.template, [text])
+        return PreparedPrompt(self.safe_tokenizer.encode(escape.hide(text), escape, {"add_special_tokens": True}))
+
+    def _checked_ids(self, token_ids: Sequence[Any]) -> list[int]:
+        limit = len(self.tokenizer)
+        for index, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < limit:
+                raise RequestError(f"prompt[{index}] must be a token id below {limit}, got {token_id!r}", "prompt")
+        return list(token_ids)
+
+    def _media_settings(self, given: Mapping[str, Any] | None) -> MediaSettings:
+        settings = MediaSettings.parse(given)
+        parts = [getattr(self.processor, f"{kind}_processor", None) for kind in MediaKind]
+        if settings.changes_size and not any(map(takes_pixels, parts)):
+            raise RequestError(
+                "this model scales pictures to a fixed size: mm_processor_kwargs has no min_pixels and max_pixels for "
+                "it",
+                param="mm_processor_kwargs",
+            )
+        return settings
 
     def _template_variables(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Only variables the template reads: transformers would pass others on as processor settings."""
@@ -177,7 +206,8 @@ class Processing:
         ]
 
     def _content_form(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        if isinstance(content, str) and not self._takes_strings:
+        # transformers hands templates an empty list for an empty string, which some of them cannot take
+        if isinstance(content, str) and (not self._takes_strings or (not content and self._takes_parts)):
             return [{"type": "text", "text": content}]
         if isinstance(content, list) and not self._takes_parts:
             if any(part["type"] != "text" for part in content):
@@ -208,17 +238,19 @@ class Processing:
 class _Call:
     """One call of the processor, with stand-ins for its parts."""
 
-    def __init__(self, owner: Processing, escape: Escape, media: Sequence[MediaItem]) -> None:
+    def __init__(self, owner: Processing, escape: Escape, media: Sequence[MediaItem], settings: MediaSettings) -> None:
         self._owner = owner
         self._escape = escape
         self._counts: dict[MediaKind, list[int]] = {kind: [] for kind in MediaKind}
         self._extras: dict[str, Any] = {}
+        real = {kind: getattr(owner.processor, f"{kind}_processor", None) for kind in MediaKind}
         self._parts = {
-            kind: _ItemProcessor(
-                getattr(owner.processor, f"{kind}_processor", None),
+            kind: ItemProcessor(
+                real[kind],
                 owner._settings[kind],
                 [item for item in media if item.kind is kind],
                 owner._memo,
+                settings.size_for(real[kind]),
             )
             for kind in MediaKind
         }
@@ -232,8 +264,8 @@ class _Call:
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         except Exception as error:  # the border to templates and processors: they raise what they like on odd input
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RequestError(f"the model's processor refuses these messages: {reason}", param="messages") from error
+            line = first_line(error)
+            raise RequestError(f"the model's processor refuses these messages: {line}", param="messages") from error
         self._extras = {name: output[name] for name in VIDEO_EXTRAS if name in output}
         return list(output["input_ids"][0])
 
@@ -271,6 +303,7 @@ class _Call:
         for kind, part in self._parts.items():
             if part.real is not None:
                 setattr(processor, f"{kind}_processor", part)
+        processor.validate_inputs = self._watched_validation(processor)
         processor.get_text_with_replacements = self._watched_expansion(processor)
         return processor
 
@@ -289,11 +322,21 @@ class _Call:
                 (MediaKind.IMAGE, images_replacements),
                 (MediaKind.VIDEO, videos_replacements),
             ):
-                self._check_placeholders(text[0], kind, len(replacements))
                 self._counts[kind] = [self._count_tokens(kind, replacement) for replacement in replacements]
             return expand(text, list(images_replacements), list(videos_replacements), *others, **more)
 
         return expand_and_count
+
+    def _watched_validation(self, processor: Any) -> Any:
+        """The processor's own checks, after ours: not every family compares placeholders with media."""
+        validate = processor.validate_inputs
+
+        def check_and_validate(*inputs: Any, text: list[str], **more: Any) -> Any:
+            for kind, part in self._parts.items():
+                self._check_placeholders(text[0], kind, len(part.items))
+            return validate(*inputs, text=text, **more)
+
+        return check_and_validate
 
     def _check_placeholders(self, text: str, kind: MediaKind, num_items: int) -> None:
         placeholder = getattr(self._owner.processor, f"{kind}_token", None)
@@ -324,99 +367,6 @@ class _CallTokenizer:
     def __call__(self, text: str | list[str], **options: Any) -> dict[str, list[list[int]]]:
         texts = [text] if isinstance(text, str) else text
         return {"input_ids": [self._safe.encode(one, self._escape, options) for one in texts]}
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What a processor returned for one item alone."""
-
-    settings_key: str
-    outputs: dict[str, Any]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.outputs.values() if isinstance(x, torch.Tensor))
-
-
-class _ItemProcessor:
-    """Stands in for an image or video processor: each item alone, remembered, then packed as one batch."""
-
-    def __init__(self, real: Any, settings: str, items: list[MediaItem], memo: _Memo) -> None:
-        self.real = real
-        self.items = items
-        self.results: list[_Result] = []
-        self._settings = settings
-        self._memo = memo
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def __call__(self, media: Any, **options: Any) -> dict[str, Any]:
-        settings_key = hashlib.sha256(f"{self._settings}|{sorted(options.items())!r}".encode()).hexdigest()
-        self.results = [self._one(index, item, settings_key, options) for index, item in enumerate(self.items)]
-        return _pack([result.outputs for result in self.results])
-
-    def _one(self, index: int, item: MediaItem, settings_key: str, options: Mapping[str, Any]) -> _Result:
-        known = self._memo.get((item.key, settings_key))
-        if known is not None:
-            return known
-        options = {**options, "return_tensors": "pt"}
-        if item.kind is MediaKind.VIDEO:
-            options |= {
-                "do_sample_frames": False,
-                "return_metadata": True,
-                "video_metadata": [dict(video_metadata(item))],
-                "input_data_format": "channels_last",
-            }
-            if getattr(self.real, "cap_pixels_per_frame", True) is None:
-                options["cap_pixels_per_frame"] = False  # what None means in this transformers, without its warning
-        try:
-            outputs = dict(self.real([[item.data]], **options))
-        except Exception as error:  # the border to processors: they raise what they like on odd sizes
-            raise MediaError(f"{item.kind} {index} cannot be processed for this model: {error}") from error
-        result = _Result(settings_key, outputs)
-        self._memo.put((item.key, settings_key), result)
-        return result
-
-
-def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several items' outputs as one call would return them. Pixels are listed, not copied."""
-    packed: dict[str, Any] = {}
-    for name in outputs[0]:
-        values = [output[name] for output in outputs]
-        if name.startswith("pixel_values"):
-            packed[name] = [row for value in values for row in (value if value.dim() > 2 else [value])]
-        elif isinstance(values[0], torch.Tensor):
-            packed[name] = torch.cat(values)
-        else:  # metadata: processors write into it, so the remembered one is never handed out
-            packed[name] = [copy.deepcopy(one) for value in values for one in value]
-    return packed
-
-
-class _Memo:
-    """Least recently used results within a budget of bytes; thread-safe."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._results: OrderedDict[tuple[str, str], _Result] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[str, str]) -> _Result | None:
-        with self._lock:
-            if key in self._results:
-                self._results.move_to_end(key)
-            return self._results.get(key)
-
-    def put(self, key: tuple[str, str], result: _Result) -> None:
-        with self._lock:
-            if key in self._results or result.num_bytes > self._max_bytes:
-                return
-            self._results[key] = result
-            self._num_bytes += result.num_bytes
-            while self._num_bytes > self._max_bytes:
-                _, oldest = self._results.popitem(last=False)
-                self._num_bytes -= oldest.num_bytes
 
 
 def _runs(ids: Sequence[int], media_ids: Sequence[int], counts: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:

@@ -16,6 +16,7 @@ from polylens.config import NUM_SAMPLED_FRAMES
 from polylens.core import MediaItem, MediaKind
 from polylens.errors import MediaError, RequestError
 from polylens.models.media import image_item, load_image, load_video, sample_frames
+from polylens.models.media_settings import MediaSettings
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
@@ -38,27 +39,34 @@ class ParsedChat:
         return [item for item in self.media if item.kind is kind]
 
 
-def parse_messages(messages: Any, *, takes_videos: bool, allow_paths: bool = True) -> ParsedChat:
+MODEL_SETTINGS = MediaSettings()
+"""A request that asks nothing of the processing of its media."""
+
+
+def parse_messages(
+    messages: Any, *, takes_videos: bool, allow_paths: bool = True, settings: MediaSettings = MODEL_SETTINGS
+) -> ParsedChat:
     """Check `messages` and decode their media.
 
     takes_videos: whether the model's processor takes videos; if not, a video becomes NUM_SAMPLED_FRAMES evenly
     spaced frames as pictures in its place. allow_paths: whether media may name local files; a server that
-    answers strangers must not read its own disk for them. Raises RequestError (its `param` names the place) and
-    MediaError.
+    answers strangers must not read its own disk for them. settings: which frames of video files are taken.
+    Raises RequestError (its `param` names the place) and MediaError.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a non-empty list of messages", param="messages")
-    parser = _Parser(takes_videos, allow_paths)
+    parser = _Parser(takes_videos, allow_paths, settings)
     for index, message in enumerate(messages):
         parser.add_message(message, f"messages[{index}]")
     return parser.chat
 
 
 class _Parser:
-    def __init__(self, takes_videos: bool, allow_paths: bool) -> None:
+    def __init__(self, takes_videos: bool, allow_paths: bool, settings: MediaSettings) -> None:
         self.chat = ParsedChat()
         self._takes_videos = takes_videos
         self._allow_paths = allow_paths
+        self._settings = settings
         self._part_parsers: Mapping[str, Callable[[Mapping[str, Any], str], list[dict[str, Any]]]] = {
             "text": self._text,
             "image": self._image,
@@ -135,11 +143,21 @@ class _Parser:
 
     def _add_video(self, source: Any, fps: Any) -> list[dict[str, Any]]:
         self._check_path(source)
-        video = load_video(source, fps)
+        video = self._load_video(source, fps)
         if not self._takes_videos:
-            return [self._image_part(image_item(frame)) for frame in sample_frames(video, NUM_SAMPLED_FRAMES)]
+            wanted = self._settings.num_frames or NUM_SAMPLED_FRAMES
+            return [self._image_part(image_item(frame)) for frame in sample_frames(video, wanted)]
         self.chat.media.append(video)
         return [{"type": "video", "video": video.data}]
+
+    def _load_video(self, source: Any, fps: Any) -> MediaItem:
+        if not self._settings.changes_frames:
+            return load_video(source, fps)
+        if not isinstance(source, str | bytes | bytearray | Path):
+            raise MediaError("mm_processor_kwargs fps and num_frames choose frames of video files, not of given frames")
+        if fps is not None and self._settings.num_frames is not None:
+            raise MediaError("a video part's fps and num_frames in mm_processor_kwargs exclude each other")
+        return load_video(source, fps if fps is not None else self._settings.fps, self._settings.num_frames)
 
     def _image_part(self, item: MediaItem) -> dict[str, Any]:
         self.chat.media.append(item)

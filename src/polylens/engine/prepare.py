@@ -1,0 +1,88 @@
+"""What is done with a request before it joins the engine: rendering, tokenising, decoding and processing media.
+
+It touches nothing of the engine's state, so a server does it in worker threads while steps run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from polylens.core import TextRequest
+from polylens.engine.logit_rules import check_logit_bias
+from polylens.errors import PromptTooLongError, RequestError
+from polylens.models.positions import prompt_positions
+
+if TYPE_CHECKING:
+    import torch
+
+    from polylens.core import Request, SamplingParams
+    from polylens.engine.constraints import Constraints, ConstraintState
+    from polylens.models.loading import LoadedModel
+    from polylens.models.processing import PreparedPrompt
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRequest:
+    """A request ready to be queued; it depends on no adapter.
+
+    sampling: the request's own, `max_tokens` cut to what the context leaves. positions, position_delta: as
+    `prompt_positions` makes them.
+    """
+
+    request: Request
+    prompt: PreparedPrompt
+    sampling: SamplingParams
+    positions: torch.Tensor
+    position_delta: int
+    constraint: ConstraintState | None = None
+    """The start of the answer's form; each sequence takes a copy."""
+
+    def copy(self, request: Request) -> PreparedRequest:
+        """This, for a request that differs from this one's in its id or seed only."""
+        sampling = dataclasses.replace(request.sampling, max_tokens=self.sampling.max_tokens)
+        return dataclasses.replace(self, request=request, sampling=sampling)
+
+
+def prepare_request(
+    loaded: LoadedModel, constraints: Constraints, request: Request, *, allow_paths: bool = True
+) -> PreparedRequest:
+    """Prepare `request` for the model. Raises RequestError (MediaError, PromptTooLongError). Thread-safe."""
+    sampling = request.sampling
+    check_logit_bias(sampling, loaded.vocab_size)
+    _check_salt(request.cache_salt)
+    constraint = constraints.start(sampling.constraint) if sampling.constraint is not None else None
+    prompt = _prompt(loaded, request, allow_paths)
+    positions, delta = prompt_positions(loaded.inner, prompt)
+    return PreparedRequest(request, prompt, _within_context(sampling, prompt, loaded), positions, delta, constraint)
+
+
+def _prompt(loaded: LoadedModel, request: Request, allow_paths: bool) -> PreparedPrompt:
+    if isinstance(request, TextRequest):
+        prompt = loaded.processing.prepare_text(request.prompt)
+        if not prompt.token_ids:
+            raise RequestError("the prompt is empty: there is nothing to go on from", param="prompt")
+        return prompt
+    return loaded.processing.prepare(
+        request.messages,
+        chat_template_kwargs=request.chat_template_kwargs,
+        mm_processor_kwargs=request.mm_processor_kwargs,
+        allow_paths=allow_paths,
+    )
+
+
+def _check_salt(salt: object) -> None:
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+
+
+def _within_context(sampling: SamplingParams, prompt: PreparedPrompt, loaded: LoadedModel) -> SamplingParams:
+    """An answer ends, at the latest, where the context does."""
+    num_prompt, limit = len(prompt.token_ids), loaded.max_model_len
+    if num_prompt >= limit:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt} tokens; the model's context of {limit} leaves no room for an answer",
+            param="messages",
+        )
+    return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, limit - num_prompt))

@@ -1,0 +1,119 @@
+"""Adapted modules that are not linear layers: patch embeddings, norms and the token embedding.
+
+They are few or cheap beside the linear layers, and seldom trained. So the base module runs on all rows, and what
+an adapter changes is computed anew on that adapter's rows. `RoutingContext.special` lets all of them be passed
+over where no adapter of the batch has such a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from polylens.adapters.merge import merged_parameters
+from polylens.core import Delta, LayerKind, Replacement, TokenRows
+from polylens.errors import InternalError, RowRuleError
+
+if TYPE_CHECKING:
+    from polylens.core import Change, LayerSpec
+    from polylens.lora.context import RoutingContext
+    from polylens.models.row_rules import RowRule
+
+
+@contextmanager
+def with_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """`module` with other parameters for the time being; the engine runs its forwards in one thread."""
+    before = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]  # plain tensors serve a forward as well
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
+
+
+class RowsModule:
+    """A norm or a patch embedding: rows of an adapter are computed with that adapter's parameters."""
+
+    def __init__(self, module: nn.Module, spec: LayerSpec, rule: RowRule, ctx: RoutingContext) -> None:
+        self._module = module
+        self._spec = spec
+        self._rule = rule
+        self._ctx = ctx
+        self._base = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._ctx.special or not self._ctx.has_delta(self._spec.name):
+            return self._base(*args, **kwargs)
+        input = self._only_tensor(args, kwargs)
+        x = self._as_rows(input)
+        rows = self._ctx.delta_rows(self._spec, self._rule, x.shape[0])
+        y = self._base(input).contiguous()
+        out = y.view(-1, *y.shape[1:]) if self._spec.kind is LayerKind.CONV else y.view(-1, y.shape[-1])
+        for change, start, stop in rows:
+            with with_parameters(self._module, self._parameters_of(change)):
+                out[start:stop] = self._base(x[start:stop])
+        return y
+
+    def _only_tensor(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+            raise RowRuleError(
+                f"layer {self._spec.name}: called with {len(given)} arguments, of which rows are unknown"
+            )
+        if self._spec.kind is LayerKind.NORM and given[0].shape[-1] != self._spec.in_features:
+            raise RowRuleError(f"layer {self._spec.name}: called on {tuple(given[0].shape)}, which are not its vectors")
+        return given[0]
+
+    def _as_rows(self, input: torch.Tensor) -> torch.Tensor:
+        """The input with its rows as the first dimension: vectors of a norm, patches or tiles of a convolution."""
+        return input if self._spec.kind is LayerKind.CONV else input.reshape(-1, input.shape[-1])
+
+    def _parameters_of(self, change: Change) -> dict[str, torch.Tensor]:
+        own = self._module._parameters
+        weight = own["weight"]
+        if weight is None:
+            raise InternalError(f"{self._spec.name} has no weight")
+        return merged_parameters(change, self._spec.kind, weight, own.get("bias"))
+
+
+class EmbeddingModule:
+    """The token embedding; rows are token ids. A vocabulary's weight is never built anew."""
+
+    def __init__(self, module: nn.Module, spec: LayerSpec, rule: RowRule, ctx: RoutingContext) -> None:
+        self._module = module
+        self._spec = spec
+        self._rule = rule
+        self._ctx = ctx
+        self._base = module.forward
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = self._base(input)
+        if not self._ctx.special:
+            return y
+        rows = self._ctx.delta_rows(self._spec, self._rule, input.numel())
+        ids_t, y_td = input.reshape(-1), y.view(-1, y.shape[-1])
+        for change, start, stop in rows:
+            self._apply_(change, ids_t[start:stop], y_td[start:stop])
+        return y
+
+    def _apply_(self, change: Change, ids_t: torch.Tensor, y_td: torch.Tensor) -> None:
+        if isinstance(change, Replacement):
+            with with_parameters(self._module, {"weight": change.tensors()["weight"]}):
+                y_td.copy_(self._base(ids_t))
+        elif isinstance(change, TokenRows):
+            index = torch.tensor(change.token_ids, device=ids_t.device)
+            hit_tn = ids_t[:, None] == index
+            row_t = hit_tn.any(dim=1)
+            y_td[row_t] = self._scaled(change.rows_nd[hit_tn[row_t].long().argmax(dim=1)]).to(y_td.dtype)
+        elif isinstance(change, Delta):
+            h_rt = change.a[:, ids_t]
+            y_td += self._scaled(change.scaling * (change.b @ h_rt).t()).to(y_td.dtype)
+
+    def _scaled(self, rows_td: torch.Tensor) -> torch.Tensor:
+        """Times what the module multiplies its own rows by (Gemma 3: the root of the width)."""
+        scale = getattr(self._module, "embed_scale", None)
+        return rows_td if scale is None else rows_td * torch.as_tensor(scale).to(rows_td)

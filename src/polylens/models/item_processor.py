@@ -1,0 +1,121 @@
+"""Run a processor's image or video part on each item alone, once for equal content and settings."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polylens.core import MediaKind
+from polylens.errors import MediaError
+from polylens.models.media import video_metadata
+from polylens.models.media_source import first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from polylens.core import MediaItem
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """What a processor returned for one item alone."""
+
+    settings_key: str
+    outputs: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.outputs.values() if isinstance(x, torch.Tensor))
+
+
+class ItemProcessor:
+    """Stands in for an image or video processor: each item alone, remembered, then packed as one batch."""
+
+    def __init__(
+        self, real: Any, settings: str, items: list[MediaItem], memo: ResultMemo, size: dict[str, int] | None = None
+    ) -> None:
+        """size: what to scale to instead of the processor's own `size`."""
+        self.real = real
+        self.items = items
+        self.results: list[ItemResult] = []
+        self._settings = settings
+        self._size = size
+        self._memo = memo
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def __call__(self, media: Any, **options: Any) -> dict[str, Any]:
+        if self._size is not None:
+            options["size"] = self._size
+        settings_key = hashlib.sha256(f"{self._settings}|{sorted(options.items())!r}".encode()).hexdigest()
+        self.results = [self._one(index, item, settings_key, options) for index, item in enumerate(self.items)]
+        return _pack([result.outputs for result in self.results])
+
+    def _one(self, index: int, item: MediaItem, settings_key: str, options: Mapping[str, Any]) -> ItemResult:
+        known = self._memo.get((item.key, settings_key))
+        if known is not None:
+            return known
+        options = {**options, "return_tensors": "pt"}
+        if item.kind is MediaKind.VIDEO:
+            options |= {
+                "do_sample_frames": False,
+                "return_metadata": True,
+                "video_metadata": [dict(video_metadata(item))],
+                "input_data_format": "channels_last",
+            }
+            if getattr(self.real, "cap_pixels_per_frame", True) is None:
+                options["cap_pixels_per_frame"] = False  # what None means in this transformers, without its warning
+        try:
+            outputs = dict(self.real([[item.data]], **options))
+        except Exception as error:  # the border to processors: they raise what they like on odd sizes
+            raise MediaError(f"{item.kind} {index} cannot be processed for this model: {first_line(error)}") from error
+        result = ItemResult(settings_key, outputs)
+        self._memo.put((item.key, settings_key), result)
+        return result
+
+
+def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several items' outputs as one call would return them. Pixels are listed, not copied."""
+    packed: dict[str, Any] = {}
+    for name in outputs[0]:
+        values = [output[name] for output in outputs]
+        if name.startswith("pixel_values"):
+            packed[name] = [row for value in values for row in (value if value.dim() > 2 else [value])]
+        elif isinstance(values[0], torch.Tensor):
+            packed[name] = torch.cat(values)
+        else:  # metadata: processors write into it, so the remembered one is never handed out
+            packed[name] = [copy.deepcopy(one) for value in values for one in value]
+    return packed
+
+
+class ResultMemo:
+    """Least recently used results within a budget of bytes; thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._results: OrderedDict[tuple[str, str], ItemResult] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, str]) -> ItemResult | None:
+        with self._lock:
+            if key in self._results:
+                self._results.move_to_end(key)
+            return self._results.get(key)
+
+    def put(self, key: tuple[str, str], result: ItemResult) -> None:
+        with self._lock:
+            if key in self._results or result.num_bytes > self._max_bytes:
+                return
+            self._results[key] = result
+            self._num_bytes += result.num_bytes
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._results.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes

@@ -1,0 +1,146 @@
+"""A corpus of broken adapters: each is one clear error, nothing is loaded, and a good one loads afterwards."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from polylens.adapters.registry import AdapterRegistry
+from polylens.errors import AdapterError
+from tests.adapters.fake_layers import IN, LANGUAGE, OUT, TOWER, config, factors, fake_layers, write_adapter
+
+WEIGHTS = "adapter_model.safetensors"
+KEY = f"base_model.model.{LANGUAGE}.lora"
+
+
+def whole(folder: Path) -> None:
+    write_adapter(folder, {**factors(LANGUAGE), **factors(TOWER)})
+
+
+def written(**options: object) -> Callable[[Path], None]:
+    return lambda folder: write_adapter(folder, factors(LANGUAGE), config(**options)) and None
+
+
+def with_tensors(tensors: dict[str, torch.Tensor]) -> Callable[[Path], None]:
+    return lambda folder: write_adapter(folder, tensors) and None
+
+
+def with_config(text: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        whole(folder)
+        (folder / "adapter_config.json").write_text(text)
+
+    return make
+
+
+def truncated(folder: Path) -> None:
+    whole(folder)
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def header(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    """A file whose header says something else than its data."""
+
+    def make(folder: Path) -> None:
+        whole(folder)
+        content = (folder / WEIGHTS).read_bytes()
+        length = struct.unpack("<Q", content[:8])[0]
+        told = json.loads(content[8 : 8 + length])
+        change(told)
+        text = json.dumps(told).encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+    return make
+
+
+def shape_lie(told: dict) -> None:
+    told[f"{KEY}_A.weight"]["shape"] = [1 << 40, 1 << 40]
+
+
+def offset_lie(told: dict) -> None:
+    told[f"{KEY}_A.weight"]["data_offsets"] = [0, 1 << 50]
+
+
+def overlap(told: dict) -> None:
+    told[f"{KEY}_A.weight"]["data_offsets"] = told[f"{KEY}_B.weight"]["data_offsets"]
+
+
+def index_of(shard: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        whole(folder)
+        (folder / WEIGHTS).rename(folder.parent / "outside.safetensors")
+        content = {"weight_map": dict.fromkeys(factors(LANGUAGE), shard)}
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(content))
+
+    return make
+
+
+def swapped() -> dict[str, torch.Tensor]:
+    good = factors(LANGUAGE)
+    return {f"{KEY}_A.weight": good[f"{KEY}_B.weight"], f"{KEY}_B.weight": good[f"{KEY}_A.weight"]}
+
+
+def other_dtype(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in factors(LANGUAGE).items()}
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+BROKEN: dict[str, Callable[[Path], None]] = {
+    "truncated": truncated,
+    "shape lie": header(shape_lie),
+    "offset lie": header(offset_lie),
+    "overlapping tensors": header(overlap),
+    "huge header": lambda folder: (whole(folder), (folder / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 62)))[0],
+    "A without B": with_tensors({f"{KEY}_A.weight": torch.ones(2, IN)}),
+    "B without A": with_tensors({f"{KEY}_B.weight": torch.ones(OUT, 2)}),
+    "swapped": with_tensors(swapped()),
+    "rank 0": with_tensors({f"{KEY}_A.weight": torch.ones(0, IN), f"{KEY}_B.weight": torch.ones(OUT, 0)}),
+    "rank 0 in the config": written(r=0),
+    "another rank in the config": written(r=3),
+    "alpha NaN": with_config(json.dumps(config()).replace('"lora_alpha": 4', '"lora_alpha": NaN')),
+    "values NaN": with_tensors({name: tensor * float("nan") for name, tensor in factors(LANGUAGE).items()}),
+    "another model": with_tensors(factors("transformer.h.0.attn.c_attn")),
+    "layer beyond the depth": with_tensors(factors("model.language_model.layers.7.self_attn.q_proj")),
+    "two names, one module": with_tensors({**factors(LANGUAGE), **factors("model.layers.0.self_attn.q_proj")}),
+    "half the width": with_tensors({f"{KEY}_A.weight": torch.ones(2, IN // 2), f"{KEY}_B.weight": torch.ones(OUT, 2)}),
+    "quantised int8": with_tensors(other_dtype(torch.int8)),
+    "quantised float8": with_tensors(other_dtype(torch.float8_e4m3fn)),
+    "double": with_tensors(other_dtype(torch.float64)),
+    "quantisation state": with_tensors({**factors(LANGUAGE), f"{KEY}_A.weight.absmax": torch.ones(4)}),
+    "vocabulary of another size": with_tensors({"base_model.model.lm_head.weight": torch.ones(OUT + 3, IN)}),
+    "config is a list": with_config("[]"),
+    "config is deep": with_config(DEEP),
+    "config is huge": with_config('{"a": "' + "x" * (5 << 20) + '"}'),
+    "config has a key twice": with_config('{"peft_type": "LORA", "peft_type": "LORA", "r": 2, "lora_alpha": 4}'),
+    "index to a parent": index_of("../outside.safetensors"),
+    "index to an absolute path": index_of("/etc/hostname"),
+    "index to nothing": index_of("missing.safetensors"),
+    "LoHa": written(peft_type="LOHA"),
+    "prefix tuning": written(peft_type="PREFIX_TUNING"),
+    "aLoRA": written(alora_invocation_tokens=[1, 2]),
+    "PiSSA": written(init_lora_weights="pissa"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_adapters(tmp_path: Path, name: str) -> None:
+    BROKEN[name](tmp_path / "broken")
+    whole(tmp_path / "good")
+    registry = AdapterRegistry(fake_layers(), torch.float32, "cpu")
+    with pytest.raises(AdapterError) as caught:
+        registry.load("broken", tmp_path / "broken")
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    assert len(message) < 1200
+    assert registry.names() == ()
+    assert registry.resident_bytes() == 0
+    registry.load("good", tmp_path / "good")
+    assert registry.names() == ("good",)

@@ -1,0 +1,103 @@
+"""Random PEFT adapters that train more than plain factors, saved by PEFT itself with its default options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from tests.families.adapters import CONNECTOR_MARKS, target_names
+
+
+def _linear(model: PreTrainedModel, *, biased: bool = False) -> list[str]:
+    """Every second linear layer of the encoder and of the text model; only those with a bias if `biased`."""
+    names, _ = target_names(model, "all")
+    modules = dict(model.named_modules())
+    names = [name for name in names if name != "lm_head"]
+    if biased:
+        return [name for name in names if modules[name].bias is not None]
+    return names[::2]
+
+
+def _modules(model: PreTrainedModel, kind: type[nn.Module] | str) -> list[str]:
+    return [
+        name
+        for name, module in model.named_modules()
+        if (type(module).__name__.endswith(kind) if isinstance(kind, str) else isinstance(module, kind))
+    ]
+
+
+def _connector(model: PreTrainedModel) -> list[str]:
+    """The connector's modules with weights; PEFT cannot load one saved module inside another."""
+    names = [name for name, module in model.named_modules() if any(mark in name for mark in CONNECTOR_MARKS)]
+    modules = dict(model.named_modules())
+    weighted = [name for name in names if next(modules[name].parameters(recurse=False), None) is not None]
+    return [name for name in weighted if not any(name.startswith(f"{other}.") for other in weighted)]
+
+
+def _plain_norms(model: PreTrainedModel) -> list[str]:
+    """Norms of the tower and of the text model that do not sit inside attention."""
+    return [name for name in _modules(model, "Norm") if not name.endswith(("q_norm", "k_norm"))]
+
+
+SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+    "dora": lambda model: {"target_modules": _linear(model), "use_dora": True, "use_rslora": True},
+    "dora with biases": lambda model: {
+        "target_modules": _linear(model, biased=True)[::2],
+        "use_dora": True,
+        "bias": "all",
+    },
+    "lora_bias": lambda model: {"target_modules": _linear(model, biased=True), "lora_bias": True},
+    "bias all": lambda model: {"target_modules": _linear(model), "bias": "all"},
+    "bias lora_only": lambda model: {"target_modules": _linear(model, biased=True), "bias": "lora_only"},
+    "connector": lambda model: {"target_modules": ["q_proj"], "modules_to_save": _connector(model)},
+    "norms": lambda model: {"target_modules": ["k_proj"], "modules_to_save": _plain_norms(model)},
+    "head": lambda model: {"target_modules": ["v_proj", "lm_head"]},
+    "head saved": lambda model: {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    "embedding": lambda model: {"target_modules": ["v_proj", "embed_tokens"]},
+    "embedding saved": lambda model: {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+    "tokens": lambda model: {"target_modules": ["o_proj"], "trainable_token_indices": [40, 7, 90, 101]},
+    "convolution": lambda model: {
+        "target_modules": ["q_proj", *_modules(model, nn.Conv2d), *_modules(model, nn.Conv3d)]
+    },
+    "convolution dora": lambda model: {
+        "target_modules": [*_modules(model, nn.Conv2d), *_modules(model, nn.Conv3d)],
+        "use_dora": True,
+    },
+}
+"""Kinds of adapter by name: a model to the options of its `LoraConfig`."""
+
+
+def make_special(checkpoint: str | Path, folder: str | Path, kind: str, *, rank: int = 3, seed: int = 0) -> Path:
+    """Write an adapter of the kind with random values for all that it trains; return its folder."""
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **SPECIAL[kind](model)))
+    _randomise(adapted, seed)
+    adapted.save_pretrained(str(folder))
+    return Path(folder)
+
+
+@torch.no_grad()
+def _randomise(adapted: PeftModel, seed: int) -> None:
+    """Values near enough to the base model's that answers stay varied, far enough that they change."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(adapted.named_parameters()):
+        if not parameter.requires_grad:
+            continue
+        noise = torch.randn(parameter.shape, generator=generator)
+        if ".lora_A." in name:
+            parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+        elif ".lora_embedding_A." in name:
+            parameter.copy_(noise)
+        elif ".lora_B." in name or ".lora_embedding_B." in name:
+            parameter.copy_(0.15 * noise)
+        elif parameter.dim() == 1 and ".bias" in name:
+            parameter.add_(0.2 * noise)
+        else:
+            parameter.mul_(1 + 0.3 * noise)

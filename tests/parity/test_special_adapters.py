@@ -1,0 +1,151 @@
+"""Adapters that train more than factors, in one batch with plain ones and the base: each equals PEFT's model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from polylens import LLM, ChatRequest
+from polylens.config import EngineConfig
+from polylens.engine.compare import compare
+from polylens.engine.merged import _merge_ourselves, _merge_with_peft
+from polylens.engine.verify import verify
+from polylens.models.loading import load_model
+from tests.families.build import FAMILIES
+from tests.families.media import picture
+from tests.families.reference import reference_answer
+from tests.families.special import SPECIAL, make_special
+from tests.parity.harness import BASE, Bench, Case, assert_equal, greedy, reference_completion
+
+QUESTIONS = ("picture", "two", "text")
+PLAIN = "all"
+"""The plain LoRA adapter that runs beside them."""
+NUM_TOKENS = 5
+CI_FAMILIES = ("qwen2_vl", "gemma3")
+"""Packed and tiled towers; a head of its own and one tied to scaled embeddings; Conv3d and Conv2d."""
+
+
+class SpecialBench:
+    """One adapter of every kind for a family, and PEFT's own answers with each."""
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        self.bench = bench
+        self.adapters = {
+            kind: make_special(bench.checkpoint, folder / kind.replace(" ", "-"), kind, seed=index)
+            for index, kind in enumerate(SPECIAL)
+        }
+
+    def cases(self) -> list[Case]:
+        return [Case(question, adapter) for question in QUESTIONS for adapter in (BASE, *self.adapters, PLAIN)]
+
+    def check_all_differ(self) -> None:
+        """No kind's answer is the base model's: else equality with its reference would say nothing."""
+        base = self.expected(Case("picture", BASE))
+        for kind in self.adapters:
+            answer = self.expected(Case("picture", kind))
+            assert base.logits is not None
+            assert answer.logits is not None
+            assert (answer.logits[0] - base.logits[0]).abs().max() > 0.01, kind
+
+    def check(self, llm: LLM, cases: list[Case]) -> None:
+        requests = [
+            ChatRequest(
+                self.bench.questions[case.question],
+                None if case.adapter == BASE else case.adapter,
+                greedy(NUM_TOKENS),
+            )
+            for case in cases
+        ]
+        answers = llm.generate(requests)
+        assert_equal(compare(answers, [self.expected(case) for case in cases]), cases)
+        llm.check_integrity()
+
+    def expected(self, case: Case):
+        if case.adapter in (BASE, PLAIN):
+            return self.bench.expected(case, NUM_TOKENS)
+        token_ids, logits = reference_answer(
+            self.bench.checkpoint, self.adapters[case.adapter], self.bench.questions[case.question], NUM_TOKENS
+        )
+        return reference_completion(token_ids, logits)
+
+    def llm(self, **config) -> LLM:
+        return LLM(self.bench.checkpoint, {**self.adapters, PLAIN: self.bench.adapters[PLAIN]}, **config)
+
+
+@pytest.fixture(scope="module")
+def special_of(bench_of: Callable[[str], Bench], tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, SpecialBench] = {}
+
+    def special(family: str) -> SpecialBench:
+        if family not in made:
+            made[family] = SpecialBench(bench_of(family), tmp_path_factory.mktemp(f"special-{family}"))
+        return made[family]
+
+    return special
+
+
+@pytest.mark.parametrize("mode", ["factored", "fused"])
+@pytest.mark.parametrize("family", CI_FAMILIES)
+def test_mixed_batch(family: str, mode: str, special_of: Callable[[str], SpecialBench]) -> None:
+    special = special_of(family)
+    special.check_all_differ()
+    with special.llm(apply_mode=mode) as llm:
+        special.check(llm, special.cases())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["factored", "fused", "auto"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_alone_and_mixed(family: str, mode: str, special_of: Callable[[str], SpecialBench]) -> None:
+    special = special_of(family)
+    with special.llm(apply_mode=mode) as llm:
+        special.check(llm, special.cases())
+        for case in special.cases():
+            special.check(llm, [case])
+
+
+@pytest.mark.parametrize("kind", ["head", "head saved", "embedding", "embedding saved"])
+def test_a_tied_head_and_the_embedding_are_changed_apart(kind: str, special_of: Callable[[str], SpecialBench]) -> None:
+    """gemma3's head is its embedding: what an adapter does to one must not reach the other."""
+    special = special_of("gemma3")
+    with special.llm() as llm:
+        layers = llm.registry.get(kind).deltas
+        changed = {name for name in layers if name in ("lm_head", "model.language_model.embed_tokens")}
+        assert changed == {"lm_head" if kind.startswith("head") else "model.language_model.embed_tokens"}
+        # PEFT saves copies of head and embedding beside their factors: nothing is to be done for them.
+        assert llm.registry.report(kind).num_copies == (1 if kind in ("head", "embedding") else 0)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_both_references_of_verify_agree(kind: str, special_of: Callable[[str], SpecialBench]) -> None:
+    """PEFT's merge and the project's own give the same weights, head and embedding apart where they are tied."""
+    special = special_of("gemma3")
+    config = EngineConfig(dtype="float32")
+    states = []
+    for merge in (_merge_with_peft, _merge_ourselves):
+        loaded = load_model(special.bench.checkpoint, config)
+        merge(loaded, special.adapters[kind])
+        states.append(loaded.model.state_dict())
+    ours, peft = states[1], states[0]
+    assert ours.keys() == peft.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], peft[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", CI_FAMILIES)
+def test_verify_checks_every_kind_of_layer(family: str, special_of: Callable[[str], SpecialBench]) -> None:
+    """Layer by layer: convolutions, norms, embedding and head are seen, with the right rows."""
+    special = special_of(family)
+    kinds = ("convolution", "norms", "connector", "embedding", "head saved")
+    images = [picture(56, 56, 1), picture(84, 56, 2)]
+    result = verify(
+        special.bench.checkpoint, {kind: special.adapters[kind] for kind in kinds}, images=images, max_tokens=2
+    )
+    assert result.ok
+    for kind in kinds:
+        seen = [layer for layer in result.adapters[kind].layers if layer.rows]
+        assert len(seen) > len(result.adapters[kind].layers) // 2, kind
+        assert all(layer.rel_err < 1e-4 for layer in seen)

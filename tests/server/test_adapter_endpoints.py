@@ -1,0 +1,204 @@
+"""Adapters loaded and unloaded over HTTP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from polylens.engine.engine import Engine
+from polylens.errors import AdapterError
+from polylens.server.options import AdapterPolicy, ServerOptions
+from polylens.server.start import adapters_below
+from tests.families.adapters import make_adapter
+from tests.server.conftest import Serve, Shop
+from tests.server.local import Local
+from tests.server.media import PICTURE, QUESTION, ask, png_url
+
+LOAD, UNLOAD, CHAT = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/chat/completions"
+
+
+@pytest.fixture
+def options(shop: Shop) -> ServerOptions:
+    return ServerOptions(("tiny",), adapters=AdapterPolicy(loading=True, root=shop.folder / "adapters"))
+
+
+@pytest.fixture
+def server(serve: Serve, options: ServerOptions) -> Local:
+    return serve(options)
+
+
+def load(server: Local, name: str, path: Any, status: int = 200, **more: Any) -> dict[str, Any]:
+    answer = server.http.post(LOAD, json={"lora_name": name, "lora_path": str(path), **more})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def unload(server: Local, name: str, status: int = 200) -> dict[str, Any]:
+    answer = server.http.post(UNLOAD, json={"lora_name": name})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def text(server: Local, model: str) -> str:
+    asked = {"model": model, "messages": ask(QUESTION, png_url(PICTURE)), "temperature": 0, "max_tokens": 8}
+    answer = server.http.post(CHAT, json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_load_use_unload(server: Local, shop: Shop):
+    base = text(server, "tiny")
+    report = load(server, "new", shop.spare)["report"]
+    assert report["components"].keys() == {"connector"}
+    assert text(server, "new") != base
+    assert "new" in [card["id"] for card in server.http.get("/v1/models").json()["data"]]
+    assert unload(server, "new")["freed_bytes"] > 0
+    answer = server.http.post(CHAT, json={"model": "new", "messages": ask(QUESTION)})
+    assert answer.status_code == 404
+    unload(server, "new", status=404)
+    server.settle()
+
+
+def test_a_relative_path_is_below_the_root(server: Local):
+    load(server, "new", "spare")
+    unload(server, "new")
+
+
+def test_the_same_again_changes_nothing_and_other_content_needs_load_inplace(server: Local, shop: Shop):
+    assert load(server, "new", shop.spare)["changed"]
+    first = text(server, "new")
+    assert not load(server, "new", shop.spare)["changed"]
+    refused = load(server, "new", shop.adapters["words"], status=400)
+    assert refused["error"]["code"] == "adapter_conflict"
+    assert text(server, "new") == first
+    assert load(server, "new", shop.adapters["words"], load_inplace=True)["changed"]
+    assert text(server, "new") == text(server, "words")
+    unload(server, "new")
+
+
+def test_the_bases_name_is_taken(server: Local, shop: Shop):
+    assert load(server, "tiny", shop.spare, status=400)["error"]["param"] == "lora_name"
+
+
+def test_off_unless_enabled(serve: Serve, shop: Shop):
+    server = serve(ServerOptions(("tiny",)))
+    load(server, "new", shop.spare, status=403)
+    unload(server, "eyes", status=403)
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc", "..", "../model", ".", "", "nowhere", "spare/adapter_config.json", "a\0b", "org/name", "x" * 5000]
+)
+def test_paths_elsewhere_are_refused(server: Local, path: str):
+    answer = server.http.post(LOAD, json={"lora_name": "new", "lora_path": path})
+    assert answer.status_code in (400, 403)
+    assert answer.json()["error"]["param"] == "lora_path"
+
+
+def test_links_are_resolved_first(server: Local, shop: Shop, tmp_path: Path):
+    root = shop.folder / "adapters"
+    outside = tmp_path / "outside"
+    shutil.copytree(shop.spare, outside)
+    (root / "link").symlink_to(outside)
+    half = root / "half"
+    shutil.copytree(shop.spare, half)
+    (half / "adapter_model.safetensors").unlink()
+    (half / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    (root / "inner").symlink_to(shop.spare)
+    load(server, "new", "link", status=403)
+    load(server, "new", "half", status=403)
+    load(server, "new", "inner")
+    unload(server, "new")
+
+
+def test_a_pickle_is_refused(server: Local, shop: Shop):
+    folder = shop.folder / "adapters" / "pickled"
+    shutil.copytree(shop.spare, folder)
+    weights = folder / "adapter_model.safetensors"
+    torch.save(load_file(weights), folder / "adapter_model.bin")
+    weights.unlink()
+    assert "pickle" in load(server, "new", folder, status=400)["error"]["message"]
+
+
+def test_a_broken_adapter_leaves_the_old_one(server: Local, shop: Shop):
+    load(server, "new", shop.spare)
+    before = text(server, "new")
+    folder = shop.folder / "adapters" / "broken"
+    shutil.copytree(shop.spare, folder)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert load(server, "new", folder, status=400, load_inplace=True)["error"]["code"] == "bad_adapter"
+    assert text(server, "new") == before
+    unload(server, "new")
+
+
+def test_an_adapter_in_use_is_used_to_the_end(server: Local, shop: Shop):
+    load(server, "new", shop.spare)
+    asked = {"model": "new", "messages": ask(QUESTION), "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    expected = server.http.post(CHAT, json=asked).json()["choices"][0]["message"]["content"]
+    with server.http.stream("POST", CHAT, json={**asked, "stream": True}) as response:
+        arrived = response.iter_lines()
+        first = next(arrived)
+        load(server, "new", shop.adapters["words"], load_inplace=True)
+        events = [first, *arrived]
+    pieces = [line for line in events if '"content":' in line]
+    assert "".join(json.loads(line[6:])["choices"][0]["delta"]["content"] for line in pieces) == expected
+    unload(server, "new")
+    server.settle()
+
+
+def test_pinned_and_prefetched_are_on_the_device(server: Local, shop: Shop):
+    for wanted in ("pinned", "prefetch"):
+        load(server, "new", shop.spare, **{wanted: True})
+        cards = {card["name"]: card for card in server.http.get("/stats").json()["adapters"]}
+        assert cards["new"]["on_device"]
+        assert cards["new"]["components"] == ["connector"]
+        unload(server, "new")
+
+
+def test_registered_adapters_are_read_when_asked_for(server: Local, shop: Shop, engine: Engine):
+    engine.registry.register("lazy", shop.spare)
+    card = next(card for card in server.http.get("/stats").json()["adapters"] if card["name"] == "lazy")
+    assert card["bytes"] is None
+    load(server, "new", shop.spare)
+    assert text(server, "lazy") == text(server, "new")
+    unload(server, "lazy")
+    unload(server, "new")
+    server.settle()
+
+
+def test_folders_become_names(shop: Shop, tmp_path: Path):
+    shutil.copytree(shop.spare, tmp_path / "a" / "b")
+    shutil.copytree(shop.spare, tmp_path / "c")
+    assert adapters_below(tmp_path) == {"a/b": tmp_path / "a" / "b", "c": tmp_path / "c"}
+    (tmp_path / "c" / "adapter_model.safetensors").rename(tmp_path / "c" / "adapter_model.bin")
+    with pytest.raises(AdapterError, match="pickle"):
+        adapters_below(tmp_path)
+
+
+def test_a_default_adapter_is_for_pictures_only(serve: Serve, options: ServerOptions):
+    server = serve(replace(options, default_adapters={"image": "eyes"}))
+    assert text(server, "tiny") == text(server, "eyes")
+    asked = {"messages": ask(QUESTION), "temperature": 0, "max_tokens": 8}
+    with_default, plain = (
+        here.http.post(CHAT, json={"model": "tiny", **asked}).json()["choices"][0]["message"]["content"]
+        for here in (server, serve(options))
+    )
+    assert with_default == plain
+
+
+def test_adapters_made_elsewhere_are_named_in_the_refusal(server: Local, shop: Shop, tmp_path: Path):
+    other = make_adapter(shop.model, shop.folder / "adapters" / "other", targets="language", seed=3)
+    weights = load_file(other / "adapter_model.safetensors")
+    save_file(
+        {name: tensor[..., :-1].contiguous() for name, tensor in weights.items()}, other / "adapter_model.safetensors"
+    )
+    message = load(server, "new", other, status=400)["error"]["message"]
+    assert "q_proj" in message or "layers" in message
