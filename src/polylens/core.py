@@ -6,7 +6,7 @@ t tokens (or rows), d a layer's width, i a layer's input width, o its output wid
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -318,6 +318,7 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, 0)
         _check(isinstance(self.stop, tuple | list), "stop", self.stop, "a tuple of strings")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "a tuple of non-empty strings")
+        _check(isinstance(self.stop_token_ids, tuple | list), "stop_token_ids", self.stop_token_ids, "a tuple of token ids")
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0)
 
@@ -333,13 +334,18 @@ def _check(ok: bool, param: str, value: object, wanted: str) -> None:
         raise RequestError(f"{param} must be {wanted}, got {value!r}", param=param)
 
 
+def is_finite(value: float) -> bool:
+    """Whether a float can hold `value`: an int of 400 digits cannot (`math.isfinite` raises OverflowError for it)."""
+    return abs(value) <= sys.float_info.max
+
+
 def _check_integer(param: str, value: object, low: int) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
     _check(ok, param, value, f"an integer of at least {low}")
 
 
 def _check_number(param: str, value: object, in_range: Callable[[float], bool], wanted: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
     _check(is_number and in_range(value), param, value, f"a number, {wanted}")  # type: ignore[arg-type]
 
 

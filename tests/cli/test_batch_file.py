@@ -63,6 +63,7 @@ def test_what_is_wrong_with_a_line_is_said(tmp_path: Path, wrong: Any, message: 
 
 def test_paths_are_relative_to_the_input_file_and_urls_stay(tmp_path: Path):
     urls = ["data:image/png;base64,AAAA", "sub/a.png", "/abs/a.png", "file:///abs/a%20b.png", "https://x.org/a.png"]
+    urls.append("DATA:image/png;base64,AAAA")
     lines = read(tmp_path, *(line(str(i), content=picture(url)) for i, url in enumerate(urls)))
     found = [entry.request.messages[0]["content"][0]["image"] for entry in lines if entry.request]
     assert found == [urls[0], str(tmp_path / "sub/a.png"), *urls[2:]]
@@ -107,3 +108,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_whole(target, "new\n")
     assert target.read_text() == "old\n"
     assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+def test_a_lone_surrogate_in_an_id_comes_back(tmp_path: Path):
+    """JSON can escape half a character; UTF-8 cannot hold it, so it is written escaped."""
+    [entry] = read(tmp_path, line("a\ud800é\\", n=2))
+    assert entry.error is not None
+    file = tmp_path / "out.jsonl"
+    write_whole(file, error_line(entry, entry.error))
+    assert json.loads(file.read_text(encoding="utf-8"))["custom_id"] == "a\ud800é\\"

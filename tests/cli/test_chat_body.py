@@ -104,6 +104,7 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(field: str, val
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", "hot"),
+        ("temperature", 10**400),  # as JSON: 401 digits, more than a float can hold
         ("top_p", 0),
         ("top_p", 1.1),
         ("top_k", -1),

@@ -47,6 +47,7 @@ def test_version():
         (["run", "m", "--prompt", "x", "--adapter", "nowhere"], ["no such folder: nowhere"]),
         (["run", "./nowhere", "--prompt", "x"], ["model folder './nowhere' does not exist"]),
         (["run", "m", "--prompt", "x", "--device", "warp"], ["device 'warp' cannot be used"]),
+        (["run", "m", "--prompt", "x", "--device", "meta"], ["device 'meta' cannot be used"]),
         (["run", "no-such-model", "--prompt", "x"], ["cannot load model 'no-such-model'"]),
         (["verify", "m"], ["--adapter"]),
         (["inspect", "./nowhere"], ["./nowhere"]),

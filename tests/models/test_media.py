@@ -207,6 +207,11 @@ class TestHostileImages:
         with pytest.raises(MediaError, match="not fetched"):
             load_image(url)
 
+    @pytest.mark.parametrize("source", ["~nobody-of-this-name/a.png", "http://[a/b.png", "file://[a/b.png"])
+    def test_paths_and_addresses_that_mean_nothing(self, source: str) -> None:
+        with pytest.raises(MediaError, match="cannot be opened"):
+            load_image(source)
+
     @pytest.mark.parametrize("url", ["data:image/png;base64,@@@", "data:image/png,abc", "data:"])
     def test_bad_data_url(self, url: str) -> None:
         with pytest.raises(MediaError, match="data:"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CHAT_URL = "/v1/chat/completions"
 
-_IS_URL = re.compile(r"data:|[a-zA-Z][a-zA-Z0-9+.-]*://")
+_IS_URL = re.compile(r"[dD][aA][tT][aA]:|[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,13 @@ def _line(line: BatchLine, status: int, body: dict[str, Any], error: dict[str, A
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all: a crash leaves no half line."""
+    """Write lines of JSON so that the file is there in full or not at all: a crash leaves no half line.
+
+    A lone surrogate, which JSON may escape (in a custom_id, say) and UTF-8 cannot hold, is escaped again.
+    """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from polylens.core import ChatRequest, SamplingParams
+from polylens.core import ChatRequest, SamplingParams, is_finite
 from polylens.errors import RequestError, UnknownAdapterError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _number(
     value = body.get(name)
     if value is None:
         return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
     if not is_number or not (low <= value <= high and above < value < below):
         limits = [
             f"at least {low:g}" if low > -math.inf else "",

@@ -67,11 +67,11 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag("chat-template", "A Jinja file to use in place of the model's own chat template.", "FILE"),
             Flag(
                 "generation-config",
-                "Where sampling defaults come from. auto: the model's generation config; none: OpenAI's (temperature "
-                "1, nothing cut).",
+                "Where sampling defaults come from. auto: the model's generation config; none, or vllm: OpenAI's "
+                "(temperature 1, nothing cut).",
                 "SOURCE",
                 default="auto",
-                choices=("auto", "none"),
+                choices=("auto", "none", "vllm"),
             ),
             Flag(
                 "override-generation-config",

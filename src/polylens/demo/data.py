@@ -31,7 +31,7 @@ ADAPTERS = (
     "handwritten-connector",
 )
 """The first three change vision tower, connector and language model; `json` the language model only; the
-last two see the same training pictures as `handwritten` but change one part each, for comparison."""
+last two learn the domain of `handwritten` too, but change one part each, for comparison."""
 
 BASE = "base"
 """Name of "no adapter" in results."""

@@ -150,6 +150,8 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.type == "meta":
+            raise NotImplementedError("it holds no values")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ModelLoadError(f"device {name!r} cannot be used: {reason}") from error

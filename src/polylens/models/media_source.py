@@ -51,9 +51,12 @@ def _data_url_bytes(url: str, name: str) -> bytes:
 def _path_of(source: str | Path, name: str) -> Path:
     if isinstance(source, Path):
         return source
-    if "://" not in source:
-        return Path(source).expanduser()
-    url = urlsplit(source)
+    try:
+        if "://" not in source:
+            return Path(source).expanduser()
+        url = urlsplit(source)
+    except (RuntimeError, ValueError) as error:  # "~nobody/…" without such a user; "http://[…": no address
+        raise MediaError(f"{name} cannot be opened: {first_line(error)}") from error
     if url.scheme.lower() != "file":
         raise MediaError(f"{name}: addresses are not fetched; download the file and give its path or a data: URL")
     return Path(unquote(url.path))

@@ -80,7 +80,10 @@ class Fetcher:
             content, location = await self._get(target)
             if location is None:
                 return content
-            url = urljoin(url, location)
+            try:
+                url = urljoin(url, location)
+            except ValueError as error:
+                raise MediaError("the address redirects to a malformed one") from error
         raise MediaError(f"the address redirects more than {MAX_REDIRECTS} times")
 
     def _checked(self, url: str) -> httpcore.URL:
