@@ -318,7 +318,9 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, 0)
         _check(isinstance(self.stop, tuple | list), "stop", self.stop, "a tuple of strings")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "a tuple of non-empty strings")
-        _check(isinstance(self.stop_token_ids, tuple | list), "stop_token_ids", self.stop_token_ids, "a tuple of token ids")
+        _check(
+            isinstance(self.stop_token_ids, tuple | list), "stop_token_ids", self.stop_token_ids, "a tuple of token ids"
+        )
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0)
 

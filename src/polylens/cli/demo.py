@@ -21,7 +21,7 @@ DEFAULT_SHEET = Path("demo-contact-sheet.png")
 def demo(
     json_output: JsonOption = False,
     sheet: Annotated[
-        Path, typer.Option("--sheet", metavar="FILE", help="Where the picture of all answers goes (PNG).")
+        Path, typer.Option("--sheet", metavar="FILE", help="Where the contact sheet goes (PNG).")
     ] = DEFAULT_SHEET,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, metavar="N", help="Use N pictures of each domain instead of all.")
@@ -31,7 +31,7 @@ def demo(
 
     Every held-out picture goes to the base model and to every adapter, all in one batch. Prints who reads what
     how well, checks that the answers equal those of merged models (exit code 1 if not), compares the times, and
-    draws a contact sheet with every picture and its answers.
+    draws a contact sheet with pictures of every domain and their answers.
     """
     from rich.console import Console
 

@@ -20,9 +20,9 @@ GOOD = 0.9
 
 PARTS = {
     BASE: "-",
-    "handwritten": "all three parts",
-    "seven-segment": "all three parts",
-    "thermal": "all three parts",
+    "handwritten": "all",
+    "seven-segment": "all",
+    "thermal": "all",
     "json": "language",
     "handwritten-language": "language",
     "handwritten-connector": "connector",
@@ -37,7 +37,7 @@ def _accuracy_table(result: DemoResult) -> Table:
     num_pictures = len({(q.domain, q.position) for q in result.questions})
     table = Table(title=f"Right answers on {num_pictures} held-out pictures, one mixed batch")
     table.add_column("adapter", no_wrap=True)
-    table.add_column("changes")
+    table.add_column("adapts", no_wrap=True)
     for domain in DOMAINS:
         table.add_column(domain, justify="right", no_wrap=True)
     for adapter, shares in result.accuracy.items():

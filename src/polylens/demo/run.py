@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from polylens.core import ChatRequest, SamplingParams
 from polylens.demo.data import BASE, DOMAINS, PROMPT, adapter_paths, heldout, model_path, score
 
@@ -84,6 +86,8 @@ def run_demo(
     """Serve, compare and time. `per_domain`: pictures a domain, None for all of them."""
     from polylens.engine.llm import LLM
 
+    # The model is so small that a second thread gains nothing, and on a busy machine threads wait for each other.
+    torch.set_num_threads(1)
     questions = list_questions(per_domain)
     on_progress("loading the model and its adapters")
     with LLM(model_path(), adapter_paths(), dtype="float32") as llm:

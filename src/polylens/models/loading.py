@@ -88,6 +88,7 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named, and refused, by `_check_loading_report`
         )
     model, report = loaded
     _check_loading_report(report, source)
@@ -140,7 +141,7 @@ def _check_config_file(file: Path, source: str) -> None:
         raise ModelLoadError(f"model folder {source!r} has no config.json")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} must hold a JSON object")
