@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from polylens.errors import ModelLoadError
 
 ApplyMode = Literal["auto", "factored", "fused"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -69,3 +71,12 @@ class EngineConfig:
     """Input rows (patches, or tile tokens) of one encoder batch; a larger item runs alone."""
     prefix_cache: bool = True
     show_progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", get_args(DTypeName)), ("apply_mode", get_args(ApplyMode))):
+            if getattr(self, name) not in allowed:
+                raise ModelLoadError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("page_tokens", "max_step_tokens", "max_running", "max_encoder_rows", "kv_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ModelLoadError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -78,3 +78,9 @@ def test_layers_of_any_part(tmp_path: Path) -> None:
     adapter, report = load_adapter(combination, fake_layers(), name="mix", dtype=torch.float32, device="cpu")
     assert {name: delta.rank for name, delta in adapter.deltas.items()} == {TOWER: 2, CONNECTOR: 2, LANGUAGE: 4}
     assert report.num_tensors == 8
+
+
+@pytest.mark.parametrize("weight", [0, float("nan"), float("inf"), 10**400, True, "1"])
+def test_a_weight_that_is_no_usable_number_is_refused(weight: object) -> None:
+    with pytest.raises(AdapterFormatError, match="finite number"):
+        Combination.of({"a": weight})  # type: ignore[dict-item]

@@ -49,6 +49,7 @@ def test_version():
         (["run", "m", "--prompt", "x", "--device", "warp"], ["device 'warp' cannot be used"]),
         (["run", "m", "--prompt", "x", "--device", "meta"], ["device 'meta' cannot be used"]),
         (["run", "no-such-model", "--prompt", "x"], ["cannot load model 'no-such-model'"]),
+        (["run", "~nobody-of-this-name/m", "--prompt", "x"], ["does not exist"]),
         (["verify", "m"], ["--adapter"]),
         (["inspect", "./nowhere"], ["./nowhere"]),
         (["demo", "--limit", "0"], ["--limit"]),

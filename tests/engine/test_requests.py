@@ -10,7 +10,7 @@ import pytest
 
 from polylens import LLM, ChatRequest, SamplingParams, TextRequest
 from polylens.core import Completion
-from polylens.errors import RequestError
+from polylens.errors import AbortedError, ModelLoadError, RequestError, ShuttingDownError
 from tests.families.media import picture, user
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -91,3 +91,38 @@ def test_wrong_salts_are_refused(llm: LLM, salt: Any):
     with pytest.raises(RequestError) as caught:
         llm.generate([ChatRequest(QUESTION, cache_salt=salt)])
     assert caught.value.param == "cache_salt"
+
+
+def test_streams_read_in_turns_get_their_own_pieces(llm: LLM):
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    asked = [[{"role": "user", "content": text}] for text in ("one", "another")]
+    alone = [llm.chat(messages, sampling=sampling).token_ids for messages in asked]
+    first, second = (llm.stream(messages, sampling=sampling) for messages in asked)
+    pieces = [[next(first)], [next(second)]]
+    between = llm.chat(asked[0], sampling=sampling)
+    pieces[1] += list(second)
+    pieces[0] += list(first)
+    assert [got[-1].completion and got[-1].completion.token_ids for got in pieces] == alone
+    assert between.token_ids == alone[0]
+    llm.check_integrity()
+
+
+def test_a_closed_llm_answers_nothing(checkpoint: Callable[[str], Path]):
+    other = LLM(checkpoint("qwen2_5_vl"))
+    messages = [{"role": "user", "content": "one"}]
+    stream = other.stream(messages, sampling=SamplingParams(max_tokens=8, ignore_eos=True))
+    next(stream)
+    other.close()
+    with pytest.raises(AbortedError):
+        list(stream)
+    with pytest.raises(ShuttingDownError):
+        other.chat(messages)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"dtype": "int8"}, {"apply_mode": "fast"}, {"page_tokens": 0}, {"max_running": 0}, {"kv_bytes": "1 GiB"}],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(ModelLoadError, match=next(iter(wrong))):
+        LLM("no-model", **wrong)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polylens.adapters.layer_fit import LayerFit
+from polylens.core import is_finite
 from polylens.errors import AdapterFormatError, AdapterUnsupportedError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Combination:
             raise AdapterFormatError("a combination needs one or more adapters with their weights")
         for source, weight in weights.items():
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not is_number or not math.isfinite(weight) or weight == 0:
+            if not is_number or not is_finite(weight) or weight == 0:
                 raise AdapterFormatError(
                     f"the weight of {str(source)!r} must be a finite number other than 0, not {weight!r}"
                 )

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from polylens.adapters.combine import Combination
 from polylens.config import EngineConfig
 from polylens.core import ChatRequest, Completion, Request, SamplingParams
-from polylens.engine.engine import Engine
-from polylens.errors import PolylensError
+from polylens.engine.engine import Engine, StepOutput
+from polylens.errors import AbortedError, PolylensError, ShuttingDownError
 from polylens.models.loading import LoadedModel, load_model
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class LLM:
     def _start(self, loaded: LoadedModel, config: EngineConfig, adapters: Mapping[str, str | Path] | None) -> None:
         self.config = config
         self.engine = Engine(loaded, config)
+        self._outputs: dict[str, list[StepOutput]] = {}
+        self._closed = False
         for name, path in (adapters or {}).items():
             self.load_adapter(name, path)
 
@@ -131,15 +133,14 @@ class LLM:
         with self._own_requests() as own, _progress(len(requests), progress) as advance:
             for request in requests:
                 try:
-                    order.append(self.engine.add_request(request))
-                    own.append(order[-1])
+                    order.append(own.add(request))
                 except PolylensError as error:
                     if on_error == "raise":
                         raise
                     order.append(error)
                     advance()
-            while self.engine.has_unfinished():
-                for output in self.engine.step():
+            while own.unfinished():
+                for output in own.step():
                     if output.error is not None and on_error == "raise":
                         raise output.error
                     ended = output.error or (output.delta and output.delta.completion)
@@ -159,9 +160,9 @@ class LLM:
         Closing the iterator early aborts the request.
         """
         with self._own_requests() as own:
-            own.append(self.engine.add_request(ChatRequest(messages, adapter, sampling or SamplingParams())))
-            while self.engine.has_unfinished():
-                for output in self.engine.step():
+            own.add(ChatRequest(messages, adapter, sampling or SamplingParams()))
+            while own.unfinished():
+                for output in own.step():
                     if output.error is not None:
                         raise output.error
                     if output.delta is not None:
@@ -173,6 +174,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort what runs and restore the wrapped layers; the LLM cannot be used afterwards."""
+        self._closed = True
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -182,14 +184,59 @@ class LLM:
         self.close()
 
     @contextmanager
-    def _own_requests(self) -> Iterator[list[Any]]:
+    def _own_requests(self) -> Iterator[_OwnRequests]:
         """Whatever ends the block, none of its requests stays behind in the engine."""
-        own: list[Any] = []
+        if self._closed:  # the layers are the model's own again: an adapter would be named and not applied
+            raise ShuttingDownError("this LLM is closed; make a new one")
+        own = _OwnRequests(self.engine, self._outputs)
         try:
             yield own
         finally:
-            for request_id in own:
-                self.engine.abort(request_id)
+            own.end()
+
+
+class _OwnRequests:
+    """The requests of one call among those of others: two streams may be read in turns, or a chat between pieces.
+
+    Every step serves all of them; what it gives for the others is kept in `outputs` until they ask.
+    """
+
+    def __init__(self, engine: Engine, outputs: dict[str, list[StepOutput]]) -> None:
+        self._engine = engine
+        self._outputs = outputs
+        self._added: list[str] = []
+        self._running: set[str] = set()
+
+    def add(self, request: Request) -> str:
+        request_id = self._engine.add_request(request)
+        self._added.append(request_id)
+        self._running.add(request_id)
+        self._outputs[request_id] = []
+        return request_id
+
+    def unfinished(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> Iterator[StepOutput]:
+        """What came for these requests; steps the engine if nothing has come yet."""
+        if not any(self._outputs[request_id] for request_id in self._running):
+            if not self._engine.has_unfinished():
+                raise AbortedError("the LLM was closed before the answer was complete")
+            for output in self._engine.step():
+                if output.request_id in self._outputs:
+                    self._outputs[output.request_id].append(output)
+        for request_id in tuple(self._running):
+            kept = self._outputs[request_id]
+            while kept:
+                output = kept.pop(0)
+                if output.error is not None or (output.delta and output.delta.completion):
+                    self._running.discard(request_id)
+                yield output
+
+    def end(self) -> None:
+        for request_id in self._added:
+            self._engine.abort(request_id)
+            del self._outputs[request_id]
 
 
 @contextmanager

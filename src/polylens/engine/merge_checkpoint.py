@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,7 @@ def merge_checkpoint(
     weight of its own if the adapter changes only one of them, and the config then says so. Raises ModelLoadError
     (the checkpoint, or the output folder), AdapterError.
     """
-    target = _check_output(Path(output).expanduser())
+    target = _check_output(Path(os.path.expanduser(output)))
     layers = outline_model(model, trust_remote_code=trust_remote_code)
     source = _folder_of(model)
     weights = CheckpointWeights(source, layers)
@@ -199,7 +200,7 @@ def _check_output(target: Path) -> Path:
 
 
 def _folder_of(model: str | Path) -> Path:
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         return folder
     try:

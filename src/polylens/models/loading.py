@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from polylens.core import ModelLayers
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""One of these holds the vocabulary of every tokenizer transformers writes or converts."""
 _MIN_TRANSFORMERS = (5, 24)
 
 
@@ -76,6 +79,7 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
     _check_transformers()
     source = str(source)
     _check_local(source)
+    _check_tokenizer(source)
     device = _device(config.device)
     with _loading_errors(source):
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
@@ -92,7 +96,9 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
         )
     model, report = loaded
     _check_loading_report(report, source)
-    return prepare_model(model.to(device), processor, source=source, max_model_len=config.max_model_len)
+    model = model.to(device)
+    with _loading_errors(source):  # a chat template with an error in it, a generation config of wrong types
+        return prepare_model(model, processor, source=source, max_model_len=config.max_model_len)
 
 
 def prepare_model(
@@ -126,7 +132,7 @@ def _check_transformers() -> None:
 
 def _check_local(source: str) -> None:
     """Say early and plainly that a path is wrong: a hub look-up of it would fail obscurely."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # Path's own raises where "~name" names no user
     looks_like_path = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
     if looks_like_path and not path.exists():
         raise ModelLoadError(f"model folder {source!r} does not exist")
@@ -134,6 +140,13 @@ def _check_local(source: str) -> None:
         raise ModelLoadError(f"model {source!r} is a file; give the folder that holds config.json")
     if path.is_dir():
         _check_config_file(path / "config.json", source)
+
+
+def _check_tokenizer(source: str) -> None:
+    """Refuse a local folder without a vocabulary: transformers would quietly make an empty tokenizer."""
+    folder = Path(os.path.expanduser(source))
+    if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ModelLoadError(f"model folder {source!r} has no tokenizer: none of {', '.join(_VOCABULARY_FILES)}")
 
 
 def _check_config_file(file: Path, source: str) -> None:
@@ -198,7 +211,10 @@ def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
 def _check_loading_report(report: dict[str, Any], source: str) -> None:
     """transformers fills missing weights with random values and only logs it: that is refused here."""
     missing = sorted(report.get("missing_keys", ()))
-    mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
+    mismatched = sorted(
+        f"{name} is {tuple(found)}, the config says {tuple(wanted)}"
+        for name, found, wanted in report.get("mismatched_keys", ())
+    )
     if missing or mismatched:
         shown = ", ".join((missing + mismatched)[:3])
         raise ModelLoadError(
