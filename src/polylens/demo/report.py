@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -35,7 +36,11 @@ def render(result: DemoResult) -> RenderableType:
 
 def _accuracy_table(result: DemoResult) -> Table:
     num_pictures = len({(q.domain, q.position) for q in result.questions})
-    table = Table(title=f"Right answers on {num_pictures} held-out pictures, one mixed batch")
+    table = Table(
+        title=f"Right answers on {num_pictures} held-out pictures, one mixed batch",
+        box=box.SIMPLE_HEAD,  # without vertical lines the table fits 80 columns
+        pad_edge=False,
+    )
     table.add_column("adapter", no_wrap=True)
     table.add_column("adapts", no_wrap=True)
     for domain in DOMAINS:
