@@ -40,6 +40,7 @@ def _accuracy_table(result: DemoResult) -> Table:
         title=f"Right answers on {num_pictures} held-out pictures, one mixed batch",
         box=box.SIMPLE_HEAD,  # without vertical lines the table fits 80 columns
         pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("adapter", no_wrap=True)
     table.add_column("adapts", no_wrap=True)
