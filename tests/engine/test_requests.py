@@ -126,3 +126,11 @@ def test_a_closed_llm_answers_nothing(checkpoint: Callable[[str], Path]):
 def test_wrong_settings_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ModelLoadError, match=next(iter(wrong))):
         LLM("no-model", **wrong)
+
+
+def test_two_requests_of_one_id_are_refused(llm: LLM):
+    request = ChatRequest(QUESTION, request_id="twice")
+    with pytest.raises(RequestError, match="twice") as caught:
+        llm.generate([request, request])
+    assert caught.value.param == "request_id"
+    llm.check_integrity()

@@ -24,7 +24,7 @@ from polylens.engine.scheduler import Scheduler, StepPlan
 from polylens.engine.sequence import MediaSpan, Sequence
 from polylens.engine.stopping import OutputRules
 from polylens.engine.vision import EncodeJob, VisionCache, VisionStage
-from polylens.errors import InternalError, ModelLoadError, PolylensError
+from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
 from polylens.lora.layers import WrappedLayers, wrap_layers
@@ -195,7 +195,7 @@ class Engine:
         """
         request_id = request_id or prepared.request.request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
-            raise InternalError(f"request id {request_id!r} is in use")
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
         salt = prepared.request.cache_salt or ""
         jobs = [EncodeJob.of(item, lease.adapter, salt) for item in prepared.prompt.items]
         seq = Sequence(
