@@ -39,17 +39,9 @@ def merged_reference(
     model, processor = merged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
     inputs = reference_inputs(processor, messages, frames_as_pictures)
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    with torch.inference_mode(), _stop_tokens(model, ignored=ignore_eos):
-        out = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    token_ids = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    token_ids, logits = _greedy(model, inputs, max_new_tokens, ignore_eos=ignore_eos)
     assert len(token_ids) == max_new_tokens or not ignore_eos
-    return token_ids, torch.stack([step[0].float() for step in out.logits])
+    return token_ids, logits
 
 
 def reference_answer(
@@ -62,7 +54,14 @@ def reference_answer(
     """
     model, processor = unmerged_model(checkpoint, adapter), processor_of(checkpoint)
     inputs = reference_inputs(processor, messages)
-    with torch.inference_mode(), _stop_tokens(model, ignored=True):
+    return _greedy(model, inputs, max_new_tokens, ignore_eos=True)
+
+
+def _greedy(
+    model: Any, inputs: Mapping[str, torch.Tensor], max_new_tokens: int, *, ignore_eos: bool
+) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy `generate`: the new token ids, and the raw logits (tokens, vocab) float32 of each."""
+    with torch.inference_mode(), _stop_tokens(model, ignored=ignore_eos):
         out = model.generate(
             **inputs,
             max_new_tokens=max_new_tokens,
