@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polylens.errors import InternalError, ModelLoadError
-from polylens.models.attention import RaggedBatch, SequenceRows, attention_mask_nc, ragged_attention
+from polylens.models.attention import RaggedBatch, Reach, SequenceRows, attention_mask_nc, ragged_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -29,10 +29,17 @@ class DictStore:
         return self.k[slots_c], self.v[slots_c]
 
 
-def may_see(q: int, k: int, spans: tuple[tuple[int, int], ...], window: int | None) -> bool:
-    """The definition: causal or in the same span, and within the window."""
+def may_see(q: int, k: int, spans: tuple[tuple[int, int], ...], window: int | None, chunk: int | None) -> bool:
+    """The definition: causal or in the same span, and within the window and the chunk."""
     same_span = any(a <= q < b and a <= k < b for a, b in spans)
-    return (k <= q or same_span) and (window is None or k > q - window)
+    near = (window is None or k > q - window) and (chunk is None or k // chunk == q // chunk)
+    return (k <= q or same_span) and near
+
+
+def layer(chunk: int | None = None) -> SimpleNamespace:
+    """An attention module as its config describes it."""
+    kinds = ["chunked_attention" if chunk else "full_attention"]
+    return SimpleNamespace(layer_idx=0, config=SimpleNamespace(layer_types=kinds, attention_chunk_size=chunk))
 
 
 def plain_attention(
@@ -59,10 +66,19 @@ def sequences(draw: st.DrawFn) -> tuple[int, int, tuple[tuple[int, int], ...]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(sequences(), min_size=1, max_size=4), st.sampled_from([None, 1, 3, 100]), st.integers(0, 99))
+@given(
+    st.lists(sequences(), min_size=1, max_size=4),
+    st.sampled_from([(None, None), (1, None), (3, None), (100, None), (None, 4), (None, 100)]),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_equals_the_plain_definition(
-    drawn: list[tuple[int, int, tuple[tuple[int, int], ...]]], window: int | None, seed: int
+    drawn: list[tuple[int, int, tuple[tuple[int, int], ...]]],
+    reach: tuple[int | None, int | None],
+    in_windows_only: bool,
+    seed: int,
 ) -> None:
+    window, chunk = reach
     g = torch.Generator().manual_seed(seed)
     slots = torch.randperm(sum(length for length, _, _ in drawn), generator=g)
     store = DictStore(len(slots))
@@ -76,25 +92,28 @@ def test_equals_the_plain_definition(
         rows.append(SequenceRows(row, row + new, mine, spans))
         writes.append(mine[length - new :])
         ks.append(k[length - new :]), vs.append(v[length - new :]), qs.append(q)
+        seen = () if in_windows_only and window is None else spans
         mask = torch.tensor(
-            [[may_see(i, j, spans, window) for j in range(length)] for i in range(length - new, length)]
+            [[may_see(i, j, seen, window, chunk) for j in range(length)] for i in range(length - new, length)]
         )
         # An image span wider than the window hides some of its own tokens, as in transformers.
         expected.append(plain_attention(q, k, v, mask))
         row, slot = row + new, slot + length
-    batch = RaggedBatch(rows, torch.cat(writes), store)
+    batch = RaggedBatch(rows, torch.cat(writes), store, in_windows_only)
     flat = [torch.cat(x).transpose(0, 1)[None] for x in (qs, ks, vs)]
     out, _ = ragged_attention(
-        SimpleNamespace(layer_idx=0), *flat, None, scaling=WIDTH**-0.5, sliding_window=window, polylens_batch=batch
+        layer(chunk), *flat, None, scaling=WIDTH**-0.5, sliding_window=window, polylens_batch=batch
     )
     torch.testing.assert_close(out[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_plain_causal_needs_no_mask() -> None:
     rows = SequenceRows(0, 5, torch.arange(5))
-    assert attention_mask_nc(rows, None, torch.device("cpu")) is None
-    assert attention_mask_nc(rows, 5, torch.device("cpu")) is None
-    assert attention_mask_nc(rows, 4, torch.device("cpu")) is not None
+    assert attention_mask_nc(rows, Reach(), torch.device("cpu")) is None
+    assert attention_mask_nc(rows, Reach(window=5), torch.device("cpu")) is None
+    assert attention_mask_nc(rows, Reach(window=4), torch.device("cpu")) is not None
+    assert attention_mask_nc(rows, Reach(chunk=5), torch.device("cpu")) is None
+    assert attention_mask_nc(rows, Reach(chunk=4), torch.device("cpu")) is not None
 
 
 @pytest.mark.parametrize("argument", ["softcap", "s_aux"])
@@ -104,10 +123,10 @@ def test_options_that_are_not_served_are_refused(argument: str) -> None:
         [SequenceRows(0, 1, torch.zeros(1, dtype=torch.long))], torch.zeros(1, dtype=torch.long), DictStore(1)
     )
     with pytest.raises(ModelLoadError, match=argument):
-        ragged_attention(SimpleNamespace(layer_idx=0), x, x, x, None, polylens_batch=batch, **{argument: 30.0})
+        ragged_attention(layer(), x, x, x, None, polylens_batch=batch, **{argument: 30.0})
 
 
 def test_a_call_without_its_batch_is_an_internal_error() -> None:
     x = torch.zeros(1, 2, 1, WIDTH)
     with pytest.raises(InternalError):
-        ragged_attention(SimpleNamespace(layer_idx=0), x, x, x, None)
+        ragged_attention(layer(), x, x, x, None)

@@ -20,7 +20,7 @@ from polylens.config import NUM_SAMPLED_FRAMES
 from polylens.core import FinishReason, Usage
 from polylens.engine.compare import Comparison, compare
 from tests.families.adapters import make_adapter
-from tests.families.build import VIDEO_FAMILIES
+from tests.families.build import ALL_FAMILIES
 from tests.families.media import picture, user, video
 from tests.families.reference import evenly_sampled, merged_reference, processor_of, reference_inputs
 
@@ -167,7 +167,7 @@ class Bench:
     @property
     def frames_as_pictures(self) -> Any:
         """For families without video support: which frames of a video are shown as pictures."""
-        if self.family in VIDEO_FAMILIES:
+        if ALL_FAMILIES[self.family].takes_videos:
             return None
         return evenly_sampled(NUM_SAMPLED_FRAMES)
 

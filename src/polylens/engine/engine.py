@@ -28,6 +28,7 @@ from polylens.errors import InternalError, ModelLoadError, PolylensError, Reques
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
 from polylens.lora.layers import WrappedLayers, wrap_layers
+from polylens.models.positions import position_rows, two_way_spans
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
 from polylens.models.text import TextRunner
@@ -95,7 +96,7 @@ class Engine:
         self.num_generated_tokens = 0
         text = TextRunner(loaded)
         with torch.inference_mode():
-            layers = measure_kv(text, _position_rows(loaded))
+            layers = measure_kv(text, position_rows(loaded.inner))
         num_pages = _num_pages(config, loaded, bytes_per_token(layers, loaded.dtype))
         kv = PagedKV(
             layers, num_pages=num_pages, page_tokens=config.page_tokens, dtype=loaded.dtype, device=loaded.device
@@ -206,7 +207,7 @@ class Engine:
             lease=lease,
             cache_salt=salt,
             media=_media_spans(prepared.prompt, jobs),
-            bidirectional_spans=self._bidirectional_spans(prepared.prompt),
+            bidirectional_spans=two_way_spans(self.loaded.notes.two_way, prepared.prompt),
             positions=prepared.positions,
             position_delta=prepared.position_delta,
             generator=make_generator(prepared.sampling),
@@ -221,11 +222,6 @@ class Engine:
             prepared.request, seq, {job.key: job for job in jobs}, self._rules.start(prepared.sampling)
         )
         return request_id
-
-    def _bidirectional_spans(self, prompt: PreparedPrompt) -> tuple[tuple[int, int], ...]:
-        if not self.loaded.notes.bidirectional_images:
-            return ()
-        return tuple(sorted((start, start + n) for slot in prompt.slots for start, n in slot.positions))
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -388,10 +384,6 @@ def _without_undivided(
         if spec.kind in (LayerKind.NORM, LayerKind.CONV) and probe.rules.get(name) is RowRule.UNPROVEN
     )
     return {name: spec for name, spec in specs.items() if name not in undivided}, undivided
-
-
-def _position_rows(loaded: LoadedModel) -> int:
-    return 3 if hasattr(loaded.inner, "get_rope_index") else 1
 
 
 def _num_pages(config: EngineConfig, loaded: LoadedModel, token_bytes: int) -> int:

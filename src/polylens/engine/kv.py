@@ -79,8 +79,8 @@ def measure_kv(text: TextRunner, position_rows: int) -> dict[int, LayerKV]:
     recorder = _ShapeRecorder()
     slot = torch.zeros(1, dtype=torch.long)
     batch = RaggedBatch([SequenceRows(0, 1, slot)], slot, recorder)
-    x_td = text.embed(torch.zeros(1, dtype=torch.long, device=text.device), None)
-    text.forward(x_td, torch.zeros(position_rows, 1, dtype=torch.long, device=text.device), batch, None)
+    token = torch.zeros(1, dtype=torch.long, device=text.device)
+    text.forward(token, torch.zeros(position_rows, 1, dtype=torch.long, device=text.device), batch, None)
     return recorder.layers
 
 

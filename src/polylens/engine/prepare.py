@@ -54,7 +54,7 @@ def prepare_request(
     _check_salt(request.cache_salt)
     constraint = constraints.start(sampling.constraint) if sampling.constraint is not None else None
     prompt = _prompt(loaded, request, allow_paths)
-    positions, delta = prompt_positions(loaded.inner, prompt)
+    positions, delta = prompt_positions(loaded.inner, prompt, loaded.notes.first_position)
     return PreparedRequest(request, prompt, _within_context(sampling, prompt, loaded), positions, delta, constraint)
 
 

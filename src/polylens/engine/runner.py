@@ -42,7 +42,7 @@ class Runner:
         token_segments = segments([entry.num_tokens for entry in entries], [entry.seq.adapter for entry in entries])
         head_segments = segments([1] * len(ends), [entry.seq.adapter for entry in entries if entry.samples])
         with self._context.text(token_segments, head_segments):
-            hidden_td = self._text.forward(self._text.embed(ids_t, media), positions, batch, media)
+            hidden_td = self._text.forward(ids_t, positions, batch, media)
             return self._text.logits(hidden_td[torch.tensor(ends, dtype=torch.long, device=device)])
 
     def _ragged_batch(self, entries: Sequence[StepEntry]) -> RaggedBatch:
@@ -53,7 +53,7 @@ class Runner:
             rows.append(SequenceRows(start_row, stop_row, slots_c, entry.seq.bidirectional_spans))
             writes.append(slots_c[entry.start :])
             start_row = stop_row
-        return RaggedBatch(rows, torch.cat(writes), self._kv)
+        return RaggedBatch(rows, torch.cat(writes), self._kv, self._text.two_way_in_windows_only)
 
 
 def _positions(entry: StepEntry) -> torch.Tensor:

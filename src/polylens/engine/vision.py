@@ -140,7 +140,7 @@ class VisionStage:
         self.num_rows += sum(encoder_rows(self._loaded, item) for item in items)
         try:
             with self._context.encoder([ItemSize.of(item) for item in items], [job.adapter for job in batch]):
-                features = encode(self._loaded.inner, items, dtype=self._loaded.dtype)
+                features = encode(self._loaded.inner, items, dtype=self._loaded.dtype, notes=self._loaded.notes)
         except PolylensError as error:
             return {job.key: error for job in batch}
         # A view would keep the whole batch's memory alive in the cache.

@@ -11,7 +11,7 @@ Legend: t query rows of the step, n query rows of one sequence, c context length
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -37,6 +37,31 @@ class KVStore(Protocol):
 
     def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (c, g, e) of the given slots."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back a layer sees: the last `window` tokens, or its own chunk of `chunk` tokens (None: everything)."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, layer: int, window: int | None) -> Reach:
+        """Llama 4's chunked layers are told by the config alone."""
+        config: Any = module.config
+        kinds = getattr(config, "layer_types", None) or ()
+        chunked = layer < len(kinds) and kinds[layer] == "chunked_attention"
+        return cls(window, config.attention_chunk_size if chunked else None)
+
+    def first_seen(self, position: int) -> int:
+        """The earliest token that the token at `position` sees."""
+        starts = [0]
+        if self.window is not None:
+            starts.append(position + 1 - self.window)
+        if self.chunk is not None:
+            starts.append(position - position % self.chunk)
+        return max(starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +93,16 @@ class SequenceRows:
 
 @dataclass(eq=False)
 class RaggedBatch:
-    """One text step: its sequences and where their keys and values go. Masks are shared by all layers."""
+    """One text step: its sequences and where their keys and values go. Masks are shared by layers of one reach.
+
+    spans_in_windows_only: whether only sliding-window layers look both ways within spans.
+    """
 
     sequences: Sequence[SequenceRows]
     write_slots_t: torch.Tensor
     store: KVStore
-    masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    spans_in_windows_only: bool = False
+    masks: dict[tuple[int, Reach], torch.Tensor | None] = field(default_factory=dict)
 
 
 def register_attention() -> None:
@@ -101,11 +130,11 @@ def ragged_attention(
     batch, layer = polylens_batch, int(module.layer_idx)  # type: ignore[arg-type]
     batch.store.write(layer, batch.write_slots_t, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    reach = Reach.of(module, layer, sliding_window)
     for index, rows in enumerate(batch.sequences):
         q = query[:, :, rows.start : rows.stop]
-        out[:, rows.start : rows.stop] = _attend(q, key, value, batch, index, layer, scaling, sliding_window).transpose(
-            1, 2
-        )
+        attended = _attend(q, key, value, batch, index, layer, scaling, reach)
+        out[:, rows.start : rows.stop] = attended.transpose(1, 2)
     return out, None
 
 
@@ -117,20 +146,21 @@ def _attend(
     index: int,
     layer: int,
     scaling: float | None,
-    window: int | None,
+    reach: Reach,
 ) -> torch.Tensor:
     """One sequence's attention: (1, h, n, e) queries -> (1, h, n, e)."""
     rows = batch.sequences[index]
     slots_c = rows.slots_c
-    if rows.num_rows == 1 and window is not None:
-        slots_c = slots_c[-window:]  # a single query sees the window's last tokens and needs no mask
+    if rows.num_rows == 1:
+        slots_c = slots_c[reach.first_seen(rows.num_context - 1) :]  # a single query needs no mask
     if rows.first_position == 0:
         k, v = key[:, :, rows.start : rows.stop], value[:, :, rows.start : rows.stop]
     else:
         k, v = (x.transpose(0, 1)[None] for x in batch.store.read(layer, slots_c))
-    cache_key = (index, window)
+    cache_key = (index, reach)
     if cache_key not in batch.masks:
-        batch.masks[cache_key] = attention_mask_nc(rows, window, q.device)
+        spans = () if batch.spans_in_windows_only and reach.window is None else rows.spans
+        batch.masks[cache_key] = attention_mask_nc(replace(rows, spans=spans), reach, q.device)
     mask = batch.masks[cache_key]
     causal = mask is None and rows.num_rows > 1
     return F.scaled_dot_product_attention(
@@ -138,14 +168,14 @@ def _attend(
     )
 
 
-def attention_mask_nc(rows: SequenceRows, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Which context tokens (c) each new row (n) sees: causal or in the same span, and within the window.
+def attention_mask_nc(rows: SequenceRows, reach: Reach, device: torch.device) -> torch.Tensor | None:
+    """Which context tokens (c) each new row (n) sees: causal or in the same span, and within the layer's reach.
 
     None where plain causal attention (the whole sequence is new), or no mask at all (one row), says the same.
     """
     n, c, first = rows.num_rows, rows.num_context, rows.first_position
     spans = [(a, b) for a, b in rows.spans if b > first and a < c and b - a > 1]
-    narrow = window is not None and c > window
+    narrow = reach.first_seen(c - 1) > 0
     if n == 1 and not spans:
         return None
     if first == 0 and not spans and not narrow:
@@ -155,8 +185,10 @@ def attention_mask_nc(rows: SequenceRows, window: int | None, device: torch.devi
     mask = k_pos <= q_pos
     for a, b in spans:
         mask = mask | ((q_pos >= a) & (q_pos < b) & (k_pos >= a) & (k_pos < b))
-    if narrow and window is not None:
-        mask = mask & (k_pos > q_pos - window)
+    if reach.window is not None:
+        mask = mask & (k_pos > q_pos - reach.window)
+    if reach.chunk is not None:
+        mask = mask & (k_pos // reach.chunk == q_pos // reach.chunk)
     return mask
 
 

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polylens.core import MediaKind
 from polylens.errors import InternalError
+from polylens.models.families import FamilyNotes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from polylens.models.processing import ProcessedItem
+
+
+PLAIN = FamilyNotes()
+"""The notes of a family with nothing to note."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,30 +36,34 @@ class ItemFeatures:
         return sum(x.numel() * x.element_size() for x in (self.rows, *self.deepstack))
 
 
-def encode(inner: Any, items: Sequence[ProcessedItem], *, dtype: torch.dtype) -> list[ItemFeatures]:
-    """Encode items of one kind in one call of transformers' own `get_image_features`/`get_video_features`.
+def encode(
+    inner: Any, items: Sequence[ProcessedItem], *, dtype: torch.dtype, notes: FamilyNotes = PLAIN
+) -> list[ItemFeatures]:
+    """Encode items of one kind in one call of transformers' own encoder.
 
-    `inner` is the model without its head. Items are concatenated along their first dimension, as the
-    processors pack several pictures. Raises InternalError when the encoder returns another number of rows
+    `inner` is the model without its head. Raises InternalError when the encoder returns another number of rows
     than the items have media tokens: features are never given to the wrong item.
     """
     kinds = {item.kind for item in items}
     if len(kinds) != 1:
         raise InternalError(f"an encoder batch must hold items of one kind, got {sorted(kinds)}")
     device = next(inner.parameters()).device
-    batch = {name: tensor.to(device) for name, tensor in collate([item.tensors for item in items]).items()}
+    batch = {name: x.to(device) for name, x in notes.collate([item.tensors for item in items]).items()}
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
-    run = inner.get_image_features if kinds == {MediaKind.IMAGE} else inner.get_video_features
-    output = run(**batch, return_dict=True)
-    counts = [item.num_tokens for item in items]
-    rows = _split(_flatten(output.pooler_output), counts)
-    levels = [_split(_flatten(level), counts) for level in getattr(output, "deepstack_features", None) or ()]
-    return [ItemFeatures(rows[i], tuple(level[i] for level in levels)) for i in range(len(items))]
+    output = notes.encode(inner, items[0].kind, batch)
+    return (notes.read_features or read_features)(output, [item.num_tokens for item in items])
 
 
-def collate(tensors: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pack several items' processor outputs as one batch."""
-    return {name: torch.cat([item[name] for item in tensors]) for name in tensors[0]}
+def read_features(output: Any, counts: Sequence[int]) -> list[ItemFeatures]:
+    """Divide transformers' encoder output among items of `counts` media tokens."""
+    rows = split_rows(output.pooler_output, counts)
+    levels = [split_rows(level, counts) for level in getattr(output, "deepstack_features", None) or ()]
+    return [ItemFeatures(rows[i], tuple(level[i] for level in levels)) for i in range(len(counts))]
+
+
+def split_rows(features: torch.Tensor | Sequence[torch.Tensor], counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Features in item order, however the family groups them, as one (n, d) a item. Raises InternalError."""
+    return _split(_flatten(features), counts)
 
 
 def _flatten(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

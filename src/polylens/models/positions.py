@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polylens.core import MediaKind
+from polylens.models.families import TwoWay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,20 +18,35 @@ _TOKEN_TYPES = {MediaKind.IMAGE: 1, MediaKind.VIDEO: 2}
 """transformers' `mm_token_type_ids`; text is 0."""
 
 
-def prompt_positions(inner: Any, prompt: PreparedPrompt) -> tuple[torch.Tensor, int]:
+def prompt_positions(inner: Any, prompt: PreparedPrompt, first_position: int = 0) -> tuple[torch.Tensor, int]:
     """Positions of the prompt's tokens and the offset of those that follow.
 
     Returns (positions, delta): positions (3, n) for models with multimodal rotary positions (time, height,
-    width), else (1, n), on the CPU. The token at index i >= n has position i + delta in every row.
+    width), else (1, n) counted from `first_position`, on the CPU. The token at index i >= n has position i + delta
+    in every row.
     """
     n = len(prompt.token_ids)
     if not hasattr(inner, "get_rope_index"):
-        return torch.arange(n)[None], 0
+        return torch.arange(n)[None] + first_position, first_position
     ids = torch.tensor([prompt.token_ids])
     positions, delta = inner.get_rope_index(
         input_ids=ids, mm_token_type_ids=_token_types(prompt), **_grids(prompt.items)
     )
     return positions[:, 0], int(delta)
+
+
+def position_rows(inner: Any) -> int:
+    """Rows of `prompt_positions`: 3 for multimodal rotary positions, else 1."""
+    return 3 if hasattr(inner, "get_rope_index") else 1
+
+
+def two_way_spans(two_way: TwoWay, prompt: PreparedPrompt) -> tuple[tuple[int, int], ...]:
+    """Sorted (start, stop) ranges of the prompt's tokens that see each other in both directions."""
+    if two_way is TwoWay.PROMPT:
+        return ((0, len(prompt.token_ids)),)
+    if two_way is TwoWay.IMAGES:
+        return tuple(sorted((start, start + n) for slot in prompt.slots for start, n in slot.positions))
+    return ()
 
 
 def _token_types(prompt: PreparedPrompt) -> torch.Tensor:

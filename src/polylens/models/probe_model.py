@@ -107,7 +107,7 @@ def _probe(loaded: LoadedModel, max_parameters: int) -> ProbeResult:
     probed = copy_for_probe(loaded.model, loaded.layers, max_parameters=max_parameters)
     inner = probed.model.model
     result = probe_row_rules(
-        lambda items: encode(inner, items, dtype=torch.float32),
+        lambda items: encode(inner, items, dtype=torch.float32, notes=loaded.notes),
         synthetic_items(loaded.processing),
         probe_layers(probed.model, probed.layers),
         declared={pattern: RowRule(rule) for pattern, rule in loaded.notes.declared_rules.items()},

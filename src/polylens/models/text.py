@@ -24,6 +24,28 @@ class MediaRows:
     deepstack: tuple[torch.Tensor, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class TextStep:
+    """One step's input to the text model, for a family's `text_arguments`.
+
+    text: the text model. token_ids_t: (t,), media tokens as they are in the prompt. x_td: (t, d) embeddings with
+    features in place.
+    """
+
+    text: Any
+    token_ids_t: torch.Tensor
+    x_td: torch.Tensor
+    media: MediaRows | None
+
+    @property
+    def is_media_t(self) -> torch.Tensor:
+        """(t,) bool: which rows hold features."""
+        mask_t = torch.zeros(self.x_td.shape[0], dtype=torch.bool, device=self.x_td.device)
+        if self.media is not None:
+            mask_t[self.media.rows_t] = True
+        return mask_t
+
+
 class TextRunner:
     """The text model of a loaded VLM, called on flattened rows (mechanism 7)."""
 
@@ -31,7 +53,9 @@ class TextRunner:
         self._text = loaded.text_model
         self._head = loaded.head
         self._embed = loaded.model.get_input_embeddings()
+        self._arguments = loaded.notes.text_arguments or deepstack_arguments
         self.device = loaded.device
+        self.two_way_in_windows_only = loaded.notes.two_way_in_windows_only
 
     def embed(self, token_ids_t: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
         """(t,) ids -> (t, d) embeddings, with the media rows replaced by their features.
@@ -47,16 +71,16 @@ class TextRunner:
         return x_td
 
     def forward(
-        self, x_td: torch.Tensor, positions: torch.Tensor, batch: RaggedBatch, media: MediaRows | None
+        self, token_ids_t: torch.Tensor, positions: torch.Tensor, batch: RaggedBatch, media: MediaRows | None
     ) -> torch.Tensor:
-        """(t, d) embeddings -> (t, d) hidden states. positions: (3, t) or (1, t)."""
-        position_ids = positions[:, None] if positions.shape[0] > 1 else positions
+        """(t,) ids -> (t, d) hidden states. positions: (3, t) or (1, t)."""
+        x_td = self.embed(token_ids_t, media)
         output = self._text(
             inputs_embeds=x_td[None],
-            position_ids=position_ids,
+            position_ids=positions[:, None] if positions.shape[0] > 1 else positions,
             use_cache=False,
             polylens_batch=batch,
-            **self._deepstack_arguments(x_td.shape[0], media),
+            **self._arguments(TextStep(self._text, token_ids_t, x_td, media)),
         )
         return output.last_hidden_state[0]
 
@@ -64,9 +88,9 @@ class TextRunner:
         """(s, d) hidden states of the rows to sample from -> (s, vocab) float32 logits."""
         return self._head(hidden_sd).float()
 
-    def _deepstack_arguments(self, num_rows: int, media: MediaRows | None) -> dict[str, Any]:
-        if media is None or not media.deepstack:
-            return {}
-        mask_1t = torch.zeros(1, num_rows, dtype=torch.bool, device=self.device)
-        mask_1t[0, media.rows_t] = True
-        return {"visual_pos_masks": mask_1t, "deepstack_visual_embeds": list(media.deepstack)}
+
+def deepstack_arguments(step: TextStep) -> dict[str, Any]:
+    """Qwen3-VL and its kin: features that the first layers add at the media rows."""
+    if step.media is None or not step.media.deepstack:
+        return {}
+    return {"visual_pos_masks": step.is_media_t[None], "deepstack_visual_embeds": list(step.media.deepstack)}

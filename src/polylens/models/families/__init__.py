@@ -1,0 +1,29 @@
+"""The families of vision-language models that need a note, and those the test suite proves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from polylens.models.families.notes import FamilyNotes, TwoWay
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FAMILIES", "FamilyNotes", "TwoWay", "notes_for"]
+
+FAMILIES: Mapping[str, FamilyNotes] = {
+    "gemma3": FamilyNotes(
+        matmul_parameters=("mm_input_projection_weight",),
+        two_way=TwoWay.IMAGES,
+    ),
+    "llava": FamilyNotes(),
+    "qwen2_5_vl": FamilyNotes(),
+    "qwen2_vl": FamilyNotes(),
+    "qwen3_vl": FamilyNotes(),
+}
+"""By `config.model_type`, in alphabetical order: the families whose parity with merged weights the tests prove."""
+
+
+def notes_for(model_type: str) -> FamilyNotes:
+    """The notes of a family; a family without an entry has nothing special to note."""
+    return FAMILIES.get(model_type, FamilyNotes())

@@ -1,0 +1,88 @@
+"""What transformers does not tell generically about a family: the fields of one entry, and their defaults.
+
+A hook that needs more than a line lives in a module of this package named after its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, cat
+
+from polylens.core import MediaKind
+
+if TYPE_CHECKING:
+    from polylens.models.encoder import ItemFeatures
+    from polylens.models.text import TextStep
+
+
+class TwoWay(StrEnum):
+    """Which tokens of a prompt see later ones. Such a block is computed in one chunk and cached whole or not at all."""
+
+    NONE = "none"
+    """Plain causal attention."""
+    IMAGES = "images"
+    """The tokens of one image see each other."""
+    PROMPT = "prompt"
+    """The whole prompt is one block."""
+
+
+Collate = Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]]
+"""Packs several items' processor outputs as one encoder batch."""
+Encode = Callable[[Any, MediaKind, Mapping[str, Tensor]], Any]
+"""(the model without its head, kind, batch) -> the encoder's output, as `read_features` takes it."""
+ReadFeatures = Callable[[Any, Sequence[int]], "list[ItemFeatures]"]
+"""(the encoder's output, media tokens of each item) -> features of each item. Raises InternalError on other counts."""
+TextArguments = Callable[["TextStep"], dict[str, Any]]
+"""Further keyword arguments of the text model for one step."""
+
+
+def pad_and_concat(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate along the first dimension; the others are padded with zeros to the largest item's."""
+    return {name: _padded([item[name] for item in items]) for name in items[0]}
+
+
+def _padded(tensors: Sequence[Tensor]) -> Tensor:
+    largest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in tensors), strict=True)]
+    return cat([F.pad(x, _missing(x, largest)) if list(x.shape[1:]) != largest else x for x in tensors])
+
+
+def _missing(x: Tensor, largest: Sequence[int]) -> list[int]:
+    """`F.pad`'s amounts: (before, after) of the last dimension first."""
+    pairs = [(0, most - size) for most, size in zip(largest, x.shape[1:], strict=True)]
+    return [amount for pair in reversed(pairs) for amount in pair]
+
+
+def get_features(inner: Any, kind: MediaKind, batch: Mapping[str, Tensor]) -> Any:
+    """transformers' own `get_image_features` or `get_video_features`."""
+    run = inner.get_image_features if kind is MediaKind.IMAGE else inner.get_video_features
+    return run(**batch, return_dict=True)
+
+
+@dataclass(frozen=True)
+class FamilyNotes:
+    """Facts about one family (`config.model_type`).
+
+    matmul_parameters: names of bare 2-D parameters (in, out) that act as linear layers, y = x W.
+    declared_rules: row rules by layer-name pattern, for layers the probe finds ambiguous; they are tested by the
+    probe just the same.
+    two_way, two_way_in_windows_only: see `TwoWay`; the latter where only sliding-window layers look both ways.
+    first_position: position of a prompt's first token, for families without `get_rope_index`.
+    collate, encode, read_features: how items become an encoder batch and its output their features; None: the
+    defaults of `encoder`.
+    text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
+    """
+
+    matmul_parameters: tuple[str, ...] = ()
+    declared_rules: Mapping[str, str] = field(default_factory=dict)
+    two_way: TwoWay = TwoWay.NONE
+    two_way_in_windows_only: bool = False
+    first_position: int = 0
+    collate: Collate = pad_and_concat
+    encode: Encode = get_features
+    read_features: ReadFeatures | None = None
+    text_arguments: TextArguments | None = None

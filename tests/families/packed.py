@@ -1,0 +1,144 @@
+"""Families that pack the patches of all pictures in one row dimension: Qwen-VL and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
+from tests.families.tokenizers_and_templates import QWEN2_TEMPLATE, QWEN3_TEMPLATE, qwen_tokenizer
+
+
+def _qwen2_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    vision = {
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": HIDDEN,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+    }
+    config = Qwen2VLConfig(
+        text_config=text_config(tokenizer, "<|im_end|>", rope_parameters=mrope(1, 1, 2)),
+        vision_config=vision,
+        **qwen_ids(tokenizer),
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": HIDDEN,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "window_size": 16,  # pixels: windows of 2 x 2 merged patches
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text_config(tokenizer, "<|im_end|>", rope_parameters=mrope(1, 1, 2)),
+        vision_config=vision,
+        **qwen_ids(tokenizer),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": HIDDEN,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    config = Qwen3VLConfig(
+        text_config=text_config(
+            tokenizer,
+            "<|im_end|>",
+            head_dim=8,
+            num_hidden_layers=3,
+            rope_parameters=mrope(2, 1, 1, mrope_interleaved=True),
+        ),
+        vision_config=vision,
+        **qwen_ids(tokenizer),
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen_image_processor() -> Qwen2VLImageProcessor:
+    size = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": MAX_PIXELS}
+    return Qwen2VLImageProcessor(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size)
+
+
+def _qwen_video_processor(cls: type) -> Any:
+    size = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": MAX_PIXELS * 8}
+    return cls(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size)
+
+
+def _qwen_processor(cls: type, video_cls: type, template: str) -> Callable[[PreTrainedTokenizerBase], ProcessorMixin]:
+    def make(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+        return cls(
+            image_processor=_qwen_image_processor(),
+            tokenizer=tokenizer,
+            video_processor=_qwen_video_processor(video_cls),
+            chat_template=template,
+        )
+
+    return make
+
+
+QWEN_STOP = ("<|im_end|>", "<|endoftext|>")
+
+PACKED: Mapping[str, Family] = {
+    "qwen2_vl": Family(
+        qwen_tokenizer,
+        _qwen_processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, QWEN2_TEMPLATE),
+        _qwen2_vl,
+        QWEN_STOP,
+        takes_videos=True,
+    ),
+    "qwen2_5_vl": Family(
+        qwen_tokenizer,
+        _qwen_processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, QWEN2_TEMPLATE),
+        _qwen2_5_vl,
+        QWEN_STOP,
+        takes_videos=True,
+    ),
+    "qwen3_vl": Family(
+        qwen_tokenizer,
+        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
+        _qwen3_vl,
+        QWEN_STOP,
+        takes_videos=True,
+    ),
+}

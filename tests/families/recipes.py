@@ -1,0 +1,63 @@
+"""Parts that the builds of several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+HIDDEN = 32
+PATCH = 4
+MERGE = 2
+MAX_PIXELS = 64 * 64
+"""Qwen families: pictures with sides that are multiples of 8 and at most this many pixels keep their size."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family's checkpoint is made. takes_videos: whether its processor does."""
+
+    make_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    make_processor: Callable[[PreTrainedTokenizerBase], ProcessorMixin]
+    make_model: Callable[[PreTrainedTokenizerBase], PreTrainedModel]
+    stop_tokens: tuple[str, ...]
+    takes_videos: bool = False
+
+
+def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rounded up, as published checkpoints have it: the last ids belong to no token."""
+    return -(-(len(tokenizer) + 1) // 32) * 32
+
+
+def text_config(tokenizer: PreTrainedTokenizerBase, eos: str, **more: Any) -> dict[str, Any]:
+    """Grouped-query attention: 4 query heads over 2 key heads of 8."""
+    shape = {
+        "vocab_size": vocab_size(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.convert_tokens_to_ids(eos),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return {**shape, **more}
+
+
+def qwen_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    named = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {field: tokenizer.convert_tokens_to_ids(token) for field, token in named.items()}
+
+
+def mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    """Sections (time, height, width) sum to half the head size."""
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}

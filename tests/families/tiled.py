@@ -1,0 +1,116 @@
+"""Families whose tower takes pictures as tiles of one size: LLaVA, Gemma 3 and their kin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transformers import (
+    CLIPImageProcessor,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from tests.families.recipes import Family, text_config
+from tests.families.tokenizers_and_templates import (
+    GEMMA3_TEMPLATE,
+    LLAVA_TEMPLATE,
+    gemma_tokenizer,
+    llava_tokenizer,
+)
+
+GEMMA_IMAGE = 56
+GEMMA_TOKENS_PER_IMAGE = 16
+GEMMA_WINDOW = 8
+"""Shorter than an image's tokens: masks that mix up windows and bidirectional spans show."""
+
+
+def _gemma3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": GEMMA_IMAGE,
+        "patch_size": 7,
+        "vision_use_head": False,
+    }
+    config = Gemma3Config(
+        text_config=text_config(
+            tokenizer,
+            "<eos>",
+            head_dim=8,
+            num_hidden_layers=3,
+            sliding_window=GEMMA_WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=8,
+        ),
+        vision_config=vision,
+        mm_tokens_per_image=GEMMA_TOKENS_PER_IMAGE,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        eos_token_id=[tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", "<end_of_turn>")],
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+LLAVA_PATCH = 7
+
+
+def _llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": LLAVA_PATCH,
+        "projection_dim": 32,
+    }
+    config = LlavaConfig(
+        text_config=text_config(tokenizer, "</s>", model_type="llama", head_dim=8),
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=(28 // LLAVA_PATCH) ** 2,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def _gemma3_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    half = [0.5, 0.5, 0.5]
+    images = Gemma3ImageProcessor(size={"height": GEMMA_IMAGE, "width": GEMMA_IMAGE}, image_mean=half, image_std=half)
+    return Gemma3Processor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        chat_template=GEMMA3_TEMPLATE,
+        image_seq_length=GEMMA_TOKENS_PER_IMAGE,
+    )
+
+
+def _llava_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=LLAVA_PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=LLAVA_TEMPLATE,
+    )
+
+
+TILED: Mapping[str, Family] = {
+    "gemma3": Family(gemma_tokenizer, _gemma3_processor, _gemma3, ("<eos>", "<end_of_turn>")),
+    "llava": Family(llava_tokenizer, _llava_processor, _llava, ("</s>",)),
+}

@@ -1,0 +1,29 @@
+"""Every further family: base and adapters on every part of the model, in one batch, equal to merged models alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.families.build import ALL_FAMILIES, FAMILIES
+from tests.parity.harness import Bench, mixed, more_questions, questions
+
+FURTHER = tuple(name for name in ALL_FAMILIES if name not in FAMILIES)
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_mixed_batch_equals_merged_models(family: str, bench_of: Callable[[str], Bench]) -> None:
+    bench = bench_of(family)
+    with bench.llm(max_step_tokens=64) as llm:
+        bench.check(llm, mixed(["picture", "two", "video", "text"], ["base", "tower", "all"]), num_tokens=4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["factored", "fused"])
+@pytest.mark.parametrize("family", FURTHER)
+def test_all_shapes_in_both_modes(family: str, mode: str, bench_of: Callable[[str], Bench]) -> None:
+    bench = bench_of(family)
+    with bench.llm(apply_mode=mode) as llm:
+        bench.check(llm, mixed(questions(family)))
+        bench.check(llm, mixed(more_questions(family)))
