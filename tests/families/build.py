@@ -78,6 +78,8 @@ def _gain(name: str) -> float:
 def _fan_in(name: str, parameter: torch.Tensor) -> int:
     if name.endswith("mm_input_projection_weight"):  # (in, out), used as x @ w
         return parameter.shape[0]
+    if ".experts." in name:  # (experts, out, in)
+        return parameter.shape[-1]
     return max(1, parameter[0].numel())
 
 

@@ -19,6 +19,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -68,31 +70,43 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+QWEN3_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+}
+QWEN3_TEXT = {
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "rope_parameters": mrope(2, 1, 1, mrope_interleaved=True),
+}
+DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
+
+
 def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": HIDDEN,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
-    }
     config = Qwen3VLConfig(
-        text_config=text_config(
-            tokenizer,
-            "<|im_end|>",
-            head_dim=8,
-            num_hidden_layers=3,
-            rope_parameters=mrope(2, 1, 1, mrope_interleaved=True),
-        ),
-        vision_config=vision,
+        text_config=text_config(tokenizer, "<|im_end|>", **QWEN3_TEXT),
+        vision_config={**QWEN3_VISION, **DEEPSTACK},
         **qwen_ids(tokenizer),
     )
     return Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen3_vl_moe(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A dense layer between two of experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    config = Qwen3VLMoeConfig(
+        text_config=text_config(tokenizer, "<|im_end|>", **QWEN3_TEXT, **experts),
+        vision_config={**QWEN3_VISION, **DEEPSTACK},
+        **qwen_ids(tokenizer),
+    )
+    return Qwen3VLMoeForConditionalGeneration(config)
 
 
 def _qwen_image_processor() -> Qwen2VLImageProcessor:
@@ -138,6 +152,13 @@ PACKED: Mapping[str, Family] = {
         qwen_tokenizer,
         _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
         _qwen3_vl,
+        QWEN_STOP,
+        takes_videos=True,
+    ),
+    "qwen3_vl_moe": Family(
+        qwen_tokenizer,
+        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
+        _qwen3_vl_moe,
         QWEN_STOP,
         takes_videos=True,
     ),

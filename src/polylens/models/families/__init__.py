@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),
     "qwen3_vl": FamilyNotes(),
+    "qwen3_vl_moe": FamilyNotes(),
 }
 """By `config.model_type`, in alphabetical order: the families whose parity with merged weights the tests prove."""
 
