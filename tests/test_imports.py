@@ -11,13 +11,14 @@ import polylens
 
 SOURCE = Path(polylens.__file__).parent
 
-BASE = {"errors", "config", "core"}
+BASE = {"errors", "config", "core", "disk_cache"}
 ENGINE = BASE | {"adapters", "models", "lora", "engine"}
 
 ALLOWED = {
     "errors": set(),
     "config": {"errors"},
     "core": {"errors", "config"},
+    "disk_cache": set(),
     "adapters": BASE,
     "models": BASE,
     "lora": BASE | {"adapters", "models"},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polylens.models.probe_cache import CACHE_VARIABLE
+from polylens.disk_cache import CACHE_VARIABLE
 from tests.families.build import build_checkpoint
 
 

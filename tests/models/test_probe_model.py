@@ -14,10 +14,11 @@ import torch
 
 from polylens.config import EngineConfig
 from polylens.core import Component, LayerKind
+from polylens.disk_cache import default_cache_dir
 from polylens.models import probe_model
 from polylens.models.loading import LoadedModel, load_model, prepare_model
 from polylens.models.probe import CONTRAST_FACTOR, ProbeResult
-from polylens.models.probe_cache import ProbeCache, default_cache_dir
+from polylens.models.probe_cache import ProbeCache
 from polylens.models.probe_copy import _rule_of_block, copy_for_probe, encoder_layers
 from polylens.models.probe_items import synthetic_items
 from polylens.models.probe_model import find_row_rules

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from polylens import LLM
+from polylens.disk_cache import CACHE_VARIABLE
 from polylens.engine import engine as engine_module
 from polylens.errors import RowRuleError
 from polylens.models.probe import ProbeResult
-from polylens.models.probe_cache import CACHE_VARIABLE
 from polylens.models.row_rules import RowRule
 from tests.families.build import VIDEO_FAMILIES
 from tests.parity.harness import BASE, RECIPES, Bench, Case, mixed

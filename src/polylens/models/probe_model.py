@@ -13,7 +13,7 @@ import transformers
 
 from polylens.models.encoder import encode
 from polylens.models.probe import ProbeResult, probe_row_rules
-from polylens.models.probe_cache import ProbeCache, default_cache_dir
+from polylens.models.probe_cache import ProbeCache
 from polylens.models.probe_copy import (
     MAX_UNCUT_PARAMETERS,
     carry_over,
@@ -38,10 +38,10 @@ def find_row_rules(
 ) -> ProbeResult:
     """The row rule of every adaptable layer outside the language model.
 
-    cache_dir: where results are kept (default: `default_cache_dir()`). max_parameters: encoders beyond it are
+    cache_dir: where results are kept (default: as `disk_cache`). max_parameters: encoders beyond it are
     probed on a copy with fewer blocks.
     """
-    cache = ProbeCache(cache_dir or default_cache_dir())
+    cache = ProbeCache(cache_dir)
     facts = _facts(loaded, max_parameters)
     known = cache.load(facts, encoder_layers(loaded.layers))
     if known is not None:
