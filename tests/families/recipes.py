@@ -17,13 +17,17 @@ MAX_PIXELS = 64 * 64
 
 @dataclass(frozen=True)
 class Family:
-    """How one family's checkpoint is made. takes_videos: whether its processor does."""
+    """How one family's checkpoint is made.
+
+    takes_videos: whether its processor does. needs_picture: whether it refuses a request without one.
+    """
 
     make_tokenizer: Callable[[], PreTrainedTokenizerBase]
     make_processor: Callable[[PreTrainedTokenizerBase], ProcessorMixin]
     make_model: Callable[[PreTrainedTokenizerBase], PreTrainedModel]
     stop_tokens: tuple[str, ...]
     takes_videos: bool = False
+    needs_picture: bool = False
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -17,6 +17,8 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
+from tests.families.tiled_templates import plain_inputs
+
 Messages = Sequence[Mapping[str, Any]]
 FramesAsPictures = Callable[[Any], list[Any]]
 """Video (frames, height, width, 3) -> the pictures shown instead, for families without videos."""
@@ -95,6 +97,8 @@ def reference_inputs(
     if frames_as_pictures is not None:
         messages = _with_frames(messages, frames_as_pictures)
     videos = [part for message in messages for part in _parts(message["content"]) if part["type"] == "video"]
+    if processor.chat_template is None:
+        return _tensors(processor(**plain_inputs(processor, _as_parts(messages)), return_tensors="pt"))
     inputs = processor.apply_chat_template(
         _as_parts(messages),
         add_generation_prompt=True,
@@ -103,6 +107,10 @@ def reference_inputs(
         return_tensors="pt",
         processor_kwargs=_video_options(videos),
     )
+    return _tensors(inputs)
+
+
+def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 

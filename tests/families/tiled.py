@@ -18,6 +18,8 @@ from transformers import (
     ProcessorMixin,
 )
 
+from tests.families import crops
+from tests.families.paligemma import paligemma, paligemma_processor, paligemma_tokenizer
 from tests.families.recipes import Family, text_config
 from tests.families.tokenizers_and_templates import (
     GEMMA3_TEMPLATE,
@@ -113,4 +115,8 @@ def _llava_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
 TILED: Mapping[str, Family] = {
     "gemma3": Family(gemma_tokenizer, _gemma3_processor, _gemma3, ("<eos>", "<end_of_turn>")),
     "llava": Family(llava_tokenizer, _llava_processor, _llava, ("</s>",)),
+    "paligemma": Family(paligemma_tokenizer, paligemma_processor, paligemma, ("<eos>",), needs_picture=True),
+    "internvl": Family(
+        crops.internvl_tokenizer, crops.internvl_processor, crops.internvl, ("<|im_end|>",), takes_videos=True
+    ),
 }

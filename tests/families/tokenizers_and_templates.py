@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
@@ -183,8 +183,18 @@ LLAVA_TEMPLATE = (
 (a string renders as nothing: whoever calls it has to wrap strings)."""
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE with Qwen's special tokens; `<|im_end|>` ends an answer."""
+def qwen_tokenizer(
+    special: Sequence[str] = QWEN_SPECIAL_TOKENS,
+    named: Mapping[str, str] | None = None,
+    *,
+    eos: str = "<|im_end|>",
+    pad: str = "<|endoftext|>",
+    bos: str | None = None,
+) -> Qwen2Tokenizer:
+    """Byte-level BPE with Qwen's special tokens, or others; `<|im_end|>` ends an answer.
+
+    named: special tokens that the tokenizer has as attributes, which some processors want.
+    """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -196,14 +206,18 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(
         vocab=vocab,
         merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=list(QWEN_SPECIAL_TOKENS),
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        extra_special_tokens=list(special),
+        **({"model_specific_special_tokens": dict(named)} if named else {}),
         model_max_length=2048,
     )
 
 
-def gemma_tokenizer() -> GemmaTokenizer:
+def gemma_tokenizer(
+    turn_tokens: Sequence[str] = GEMMA_TURN_TOKENS, named: Mapping[str, str] = GEMMA_IMAGE_TOKENS
+) -> GemmaTokenizer:
     """SentencePiece-style BPE with byte fallback; spaces become `▁` and stay before their word."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
@@ -212,8 +226,8 @@ def gemma_tokenizer() -> GemmaTokenizer:
     tokenizer = GemmaTokenizer(
         vocab=_with_byte_fallback(GEMMA_FIRST_TOKENS, vocab),
         merges=merges,
-        extra_special_tokens=[AddedToken(token, special=True, normalized=False) for token in GEMMA_TURN_TOKENS],
-        model_specific_special_tokens=GEMMA_IMAGE_TOKENS,
+        extra_special_tokens=[AddedToken(token, special=True, normalized=False) for token in turn_tokens],
+        **({"model_specific_special_tokens": dict(named)} if named else {}),
         add_bos_token=True,
         model_max_length=2048,
     )

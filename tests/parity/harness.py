@@ -60,13 +60,21 @@ class Case:
 
 def questions(family: str) -> dict[str, list[dict[str, Any]]]:
     """Messages by name: the shapes of request that the parity matrix covers."""
-    return {
+    asked = {
         "picture": user(picture(32, 24, 1), "what is in the picture?"),
         "wide": user("look: ", picture(64, 40, 2), "what does the gauge read?"),
         "two": user(picture(16, 40, 3), "and", picture(48, 24, 4), "describe the difference"),
         "video": user(video(10, 24, 32, 5), "what is shown in this video?"),
         "text": user("answer with one number only: what is seven plus five?"),
     }
+    return _taken(family, asked)
+
+
+def _taken(family: str, asked: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Those that the family takes: some take one turn, and refuse it without a picture."""
+    if not ALL_FAMILIES[family].needs_picture:
+        return asked
+    return {name: messages for name, messages in asked.items() if "text" not in name and name != "turns"}
 
 
 def more_questions(family: str) -> dict[str, list[dict[str, Any]]]:
@@ -77,7 +85,7 @@ def more_questions(family: str) -> dict[str, list[dict[str, Any]]]:
         {"role": "assistant", "content": [{"type": "text", "text": "a gauge"}]},
         *user("and", picture(40, 16, 22), "?"),
     ]
-    return {
+    asked = {
         "turns": turns,
         "five": user(*(picture(16 + 8 * i, 56 - 8 * i, 30 + i) for i in range(5)), "which is red?"),
         "tiny": user(picture(9, 9, 41), picture(200, 150, 42), "left or right?"),
@@ -87,6 +95,7 @@ def more_questions(family: str) -> dict[str, list[dict[str, Any]]]:
         "mixed media": user(picture(24, 32, 61), video(5, 24, 24, 62), "compare"),
         "long text": user("describe the difference between the first picture and the second one. " * 12),
     }
+    return _taken(family, asked)
 
 
 def _with_rate(messages: list[dict[str, Any]], fps: float) -> list[dict[str, Any]]:

@@ -43,9 +43,11 @@ _TRANSFORMERS_MARKERS = "\U000f0000\U000f0001"
 class ControlTokens:
     """The control tokens of one tokenizer and template, and where they occur in a text."""
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
+    def __init__(self, ids: Mapping[str, int], placeholders: Iterable[str] = ()) -> None:
+        """placeholders: texts that the processor replaces before anything is tokenised."""
         self.ids = {content: token_id for content, token_id in ids.items() if content.strip()}
-        edges = {content.strip()[0] for content in self.ids} | {content.strip()[-1] for content in self.ids}
+        texts = [content.strip() for content in (*self.ids, *placeholders)]
+        edges = {text[0] for text in texts} | {text[-1] for text in texts}
         self.edge_chars = frozenset(edges | set(_TRANSFORMERS_MARKERS))
         self._lengths: dict[str, list[int]] = {}
         for content in sorted(self.ids, key=len, reverse=True):
@@ -75,14 +77,20 @@ class ControlTokens:
         return None
 
 
-def control_tokens(tokenizer: Any, template: str, placeholders: Iterable[str]) -> ControlTokens:
-    """The control tokens of `tokenizer` under a chat template, with the processor's media placeholders."""
-    named = {*placeholders, *(getattr(tokenizer, "chat_control_tokens", None) or ())}
+def control_tokens(
+    tokenizer: Any, template: str, media_tokens: Iterable[str], placeholders: Iterable[str] = ()
+) -> ControlTokens:
+    """The control tokens of `tokenizer` under a chat template, with the processor's media tokens.
+
+    placeholders: what stands for media in the template's text; they need not be tokens.
+    """
+    placeholders = list(placeholders)
+    named = {*media_tokens, *placeholders, *(getattr(tokenizer, "chat_control_tokens", None) or ())}
     ids = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special or token.content in named or token.content in template:
             ids[token.content] = token_id
-    return ControlTokens(ids)
+    return ControlTokens(ids, placeholders)
 
 
 class Escape:

@@ -38,15 +38,23 @@ class ItemProcessor:
     """Stands in for an image or video processor: each item alone, remembered, then packed as one batch."""
 
     def __init__(
-        self, real: Any, settings: str, items: list[MediaItem], memo: ResultMemo, size: dict[str, int] | None = None
+        self,
+        real: Any,
+        settings: str,
+        items: list[MediaItem],
+        memo: ResultMemo,
+        size: dict[str, int] | None = None,
+        *,
+        together: bool = False,
     ) -> None:
-        """size: what to scale to instead of the processor's own `size`."""
+        """size: what to scale to instead of the processor's own `size`. together: see `ProcessorNotes`."""
         self.real = real
         self.items = items
         self.results: list[ItemResult] = []
         self._settings = settings
         self._size = size
         self._memo = memo
+        self._is_one_of_several = together and len(items) > 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -54,7 +62,8 @@ class ItemProcessor:
     def __call__(self, media: Any, **options: Any) -> dict[str, Any]:
         if self._size is not None:
             options["size"] = self._size
-        settings_key = hashlib.sha256(f"{self._settings}|{sorted(options.items())!r}".encode()).hexdigest()
+        asked = f"{self._settings}|{sorted(options.items())!r}{'|several' if self._is_one_of_several else ''}"
+        settings_key = hashlib.sha256(asked.encode()).hexdigest()
         self.results = [self._one(index, item, settings_key, options) for index, item in enumerate(self.items)]
         return _pack([result.outputs for result in self.results])
 
@@ -73,12 +82,18 @@ class ItemProcessor:
             if getattr(self.real, "cap_pixels_per_frame", True) is None:
                 options["cap_pixels_per_frame"] = False  # what None means in this transformers, without its warning
         try:
-            outputs = dict(self.real([[item.data]], **options))
+            outputs = self._processed(item.data, options)
         except Exception as error:  # the border to processors: they raise what they like on odd sizes
             raise MediaError(f"{item.kind} {index} cannot be processed for this model: {first_line(error)}") from error
         result = ItemResult(settings_key, outputs)
         self._memo.put((item.key, settings_key), result)
         return result
+
+    def _processed(self, data: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._is_one_of_several:
+            return dict(self.real([[data]], **options))
+        twice = self.real([[data, data]], **options)
+        return {name: value[:1] for name, value in twice.items()}
 
 
 def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

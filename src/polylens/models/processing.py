@@ -16,19 +16,23 @@ binds nothing. Videos: frames are used as `media` took them; see `media.video_me
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 import torch
+from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from polylens.config import PROCESSED_ITEMS_BYTES
 from polylens.core import MediaKind
 from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
 from polylens.models.control_tokens import Escape, SafeTokenizer, control_tokens
+from polylens.models.families import notes_for
 from polylens.models.item_processor import ItemProcessor, ResultMemo
 from polylens.models.media_settings import MediaSettings, takes_pixels
 from polylens.models.media_source import first_line
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from polylens.core import MediaItem
+    from polylens.models.families.notes import ProcessorNotes
 
 VIDEO_EXTRAS = ("second_per_grid_ts",)
 """What processors return once for each video beside the encoder's tensors, for positions."""
@@ -94,12 +99,13 @@ class Processing:
     def __init__(self, processor: Any, config: Any, generation_config: Any = None) -> None:
         self.processor = processor
         self.tokenizer = processor.tokenizer
-        self.template = _chat_template(processor)
-        media_tokens = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in _media_ids(processor)]
-        placeholders = [getattr(processor, f"{kind}_token", None) for kind in MediaKind]
-        names = {*media_tokens, *(text for text in placeholders if text)}
-        self.control = control_tokens(self.tokenizer, self.template, names)
-        if unknown := names - set(self.control.ids):
+        self.notes = notes_for(getattr(config, "model_type", "")).processor
+        self.template = _chat_template(processor, self.notes.chat_template)
+        self.feature_ids = _feature_ids(processor, config, self.notes)
+        media_tokens = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self.feature_ids]
+        placeholders = [text for text in (getattr(processor, f"{kind}_token", None) for kind in MediaKind) if text]
+        self.control = control_tokens(self.tokenizer, self.template, media_tokens, placeholders)
+        if unknown := set(media_tokens) - set(self.control.ids):
             raise ModelLoadError(f"the processor's media tokens {sorted(unknown)} are no added tokens of its tokenizer")
         self.safe_tokenizer = SafeTokenizer(self.tokenizer, self.control, media_tokens)
         self.stop_token_ids = _stop_token_ids(self.tokenizer, config, generation_config)
@@ -225,14 +231,9 @@ class Processing:
         return expected in text and f"'{expected}'" not in text
 
     def _assemble(self, ids: list[int], call: _Call) -> PreparedPrompt:
-        placed: list[tuple[ProcessedItem, tuple[tuple[int, int], ...]]] = []
-        for kind in MediaKind:
-            items = call.processed_items(kind)
-            token_ids = _kind_ids(self.processor, kind)
-            placed += zip(items, _runs(ids, token_ids, [item.num_tokens for item in items]), strict=True)
-        placed.sort(key=lambda pair: pair[1][0])
-        slots = [MediaSlot(index, runs) for index, (_, runs) in enumerate(placed)]
-        return PreparedPrompt(ids, [item for item, _ in placed], slots)
+        items = call.placed_items()
+        runs = _runs(ids, self.feature_ids, [item.num_tokens for item in items])
+        return PreparedPrompt(ids, items, [MediaSlot(index, run) for index, run in enumerate(runs)])
 
 
 class _Call:
@@ -242,6 +243,7 @@ class _Call:
         self._owner = owner
         self._escape = escape
         self._counts: dict[MediaKind, list[int]] = {kind: [] for kind in MediaKind}
+        self._order: list[MediaKind] = []
         self._extras: dict[str, Any] = {}
         real = {kind: getattr(owner.processor, f"{kind}_processor", None) for kind in MediaKind}
         self._parts = {
@@ -251,6 +253,7 @@ class _Call:
                 [item for item in media if item.kind is kind],
                 owner._memo,
                 settings.size_for(real[kind]),
+                together=owner.notes.pictures_together and kind is MediaKind.IMAGE,
             )
             for kind in MediaKind
         }
@@ -269,7 +272,15 @@ class _Call:
         self._extras = {name: output[name] for name in VIDEO_EXTRAS if name in output}
         return list(output["input_ids"][0])
 
-    def processed_items(self, kind: MediaKind) -> list[ProcessedItem]:
+    def placed_items(self) -> list[ProcessedItem]:
+        """The items in the order of their places in the text."""
+        of_kind = {kind: self._processed_items(kind) for kind in MediaKind}
+        if any(self._order.count(kind) != len(items) for kind, items in of_kind.items()):
+            raise InternalError("the processor expanded other placeholders than those of the messages' media")
+        remaining = {kind: iter(items) for kind, items in of_kind.items()}
+        return [next(remaining[kind]) for kind in self._order]
+
+    def _processed_items(self, kind: MediaKind) -> list[ProcessedItem]:
         part = self._parts[kind]
         if len(part.results) != len(part.items):
             raise RequestError(f"the chat template places no {kind}s where the messages have them", param="messages")
@@ -287,7 +298,8 @@ class _Call:
 
     def _encoder_tensors(self, outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Without what processors return for their own use (`num_crops`, `video_metadata`)."""
-        unused = set(self._owner.processor.unused_input_names)
+        notes = self._owner.notes
+        unused = {*self._owner.processor.unused_input_names, *notes.dropped_inputs} - {*notes.kept_inputs}
         return {
             name: value
             for name, value in outputs.items()
@@ -303,12 +315,16 @@ class _Call:
         for kind, part in self._parts.items():
             if part.real is not None:
                 setattr(processor, f"{kind}_processor", part)
+        if self._owner.notes.flat_images:
+            processor.prepare_inputs_layout = _with_flat_images(processor.prepare_inputs_layout)
         processor.validate_inputs = self._watched_validation(processor)
         processor.get_text_with_replacements = self._watched_expansion(processor)
+        if self._owner.notes.plain_call:
+            processor.__class__ = _plainly_called(processor.__class__)
         return processor
 
     def _watched_expansion(self, processor: Any) -> Any:
-        """The processor's expansion of placeholders, which also tells each item's number of media tokens."""
+        """The processor's expansion of placeholders, which also tells each item's place and number of media tokens."""
         expand = processor.get_text_with_replacements
 
         def expand_and_count(
@@ -322,7 +338,8 @@ class _Call:
                 (MediaKind.IMAGE, images_replacements),
                 (MediaKind.VIDEO, videos_replacements),
             ):
-                self._counts[kind] = [self._count_tokens(kind, replacement) for replacement in replacements]
+                self._counts[kind] = [self._count_tokens(replacement) for replacement in replacements]
+            self._order = self._kinds_in(text[0])
             return expand(text, list(images_replacements), list(videos_replacements), *others, **more)
 
         return expand_and_count
@@ -348,9 +365,16 @@ class _Call:
                 param="messages",
             )
 
-    def _count_tokens(self, kind: MediaKind, replacement: str) -> int:
+    def _kinds_in(self, text: str) -> list[MediaKind]:
+        """The kinds of the placeholders that have media, in the order of the text."""
+        names = {kind: getattr(self._owner.processor, f"{kind}_token", None) for kind in MediaKind}
+        wanted = {name: kind for kind, name in names.items() if name and self._parts[kind].items}
+        pattern = "|".join(map(re.escape, wanted)) or "(?!)"
+        return [wanted[found] for found in re.findall(pattern, text)]
+
+    def _count_tokens(self, replacement: str) -> int:
         tokenizer = self._owner.tokenizer
-        tokens = [tokenizer.convert_ids_to_tokens(token_id) for token_id in _kind_ids(self._owner.processor, kind)]
+        tokens = [tokenizer.convert_ids_to_tokens(token_id) for token_id in self._owner.feature_ids]
         return sum(replacement.count(token) for token in tokens)
 
 
@@ -383,19 +407,32 @@ def _as_runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple((int(piece[0]), len(piece)) for piece in pieces if len(piece))
 
 
-def _kind_ids(processor: Any, kind: MediaKind) -> list[int]:
-    """Ids of the tokens that features of this kind replace."""
-    return [token_id for token_id in getattr(processor, f"{kind}_token_ids", ()) if token_id is not None]
+def _feature_ids(processor: Any, config: Any, notes: ProcessorNotes) -> list[int]:
+    """Ids of the tokens that features replace: the model's own, as processors may name others beside them."""
+    named = [getattr(config, f"{kind}_token_id", None) for kind in MediaKind]
+    if not any(named):
+        named = [token_id for kind in MediaKind for token_id in getattr(processor, f"{kind}_token_ids", ())]
+    more = [token_id for entry in notes.feature_ids_entries for token_id in getattr(config, entry)]
+    return list(dict.fromkeys(token_id for token_id in (*named, *more) if token_id is not None))
 
 
-def _media_ids(processor: Any) -> list[int]:
-    return [token_id for kind in MediaKind for token_id in _kind_ids(processor, kind)]
+def _with_flat_images(prepare: Any) -> Any:
+    def prepare_flat(images: Any = None, *others: Any, **more: Any) -> Any:
+        return prepare([one for nested in images or () for one in nested] or None, *others, **more)
+
+    return prepare_flat
 
 
-def _chat_template(processor: Any) -> str:
+@cache
+def _plainly_called(processor_class: Any) -> type:
+    return type(processor_class.__name__, (processor_class,), {"__call__": ProcessorMixin.__call__})
+
+
+def _chat_template(processor: Any, default: str | None) -> str:
     template = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("default")
+    template = template or default
     if not isinstance(template, str) or not template:
         raise ModelLoadError(
             "the model has no chat template (chat_template.jinja); use an instruction-tuned checkpoint"

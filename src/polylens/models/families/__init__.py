@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polylens.models.families.notes import FamilyNotes, TwoWay
+from polylens.models.families import internvl, paligemma
+from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +17,17 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         matmul_parameters=("mm_input_projection_weight",),
         two_way=TwoWay.IMAGES,
     ),
+    "internvl": FamilyNotes(
+        collate=internvl.concat_frames,
+        encode=internvl.encode,
+        processor=ProcessorNotes(dropped_inputs=("num_patches",), plain_call=True),
+    ),
     "llava": FamilyNotes(),
+    "paligemma": FamilyNotes(
+        two_way=TwoWay.PROMPT,
+        first_position=1,
+        processor=ProcessorNotes(chat_template=paligemma.TEMPLATE),
+    ),
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),
     "qwen3_vl": FamilyNotes(),

@@ -64,6 +64,29 @@ def get_features(inner: Any, kind: MediaKind, batch: Mapping[str, Tensor]) -> An
 
 
 @dataclass(frozen=True)
+class ProcessorNotes:
+    """Facts about one family's processor.
+
+    chat_template: used where a checkpoint has none; None: such a checkpoint is refused.
+    feature_ids_entries: config entries with further ids of tokens that features replace.
+    dropped_inputs, kept_inputs: tensors that no encoder takes although the processor does not say so, and tensors
+    it says are unused that the family's hooks need.
+    flat_images: whether the processor takes pictures as one list, not as a list a conversation.
+    pictures_together: whether a lone picture is processed otherwise than one of several in a conversation.
+    plain_call: whether to pass over what the processor's own `__call__` adds (it only merges pixels of all media,
+    which are kept by item here).
+    """
+
+    chat_template: str | None = None
+    feature_ids_entries: tuple[str, ...] = ()
+    dropped_inputs: tuple[str, ...] = ()
+    kept_inputs: tuple[str, ...] = ()
+    flat_images: bool = False
+    pictures_together: bool = False
+    plain_call: bool = False
+
+
+@dataclass(frozen=True)
 class FamilyNotes:
     """Facts about one family (`config.model_type`).
 
@@ -75,6 +98,7 @@ class FamilyNotes:
     collate, encode, read_features: how items become an encoder batch and its output their features; None: the
     defaults of `encoder`.
     text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
+    processor: see `ProcessorNotes`.
     """
 
     matmul_parameters: tuple[str, ...] = ()
@@ -86,3 +110,4 @@ class FamilyNotes:
     encode: Encode = get_features
     read_features: ReadFeatures | None = None
     text_arguments: TextArguments | None = None
+    processor: ProcessorNotes = ProcessorNotes()

@@ -1,0 +1,58 @@
+"""PaliGemma: a prefix-LM over Gemma, without a chat template."""
+
+from __future__ import annotations
+
+from transformers import (
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    SiglipImageProcessor,
+)
+
+from tests.families.recipes import HIDDEN, text_config, vocab_size
+from tests.families.tokenizers_and_templates import gemma_tokenizer
+
+IMAGE = 28
+PATCH = 7
+
+
+def paligemma_tokenizer() -> PreTrainedTokenizerBase:
+    """Gemma's, without its turns and pictures: the processor adds `<image>` and the tokens for places and segments."""
+    return gemma_tokenizer(turn_tokens=(), named={})
+
+
+def paligemma(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    paligemma_processor(tokenizer)  # it adds tokens to the tokenizer
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": IMAGE,
+        "patch_size": PATCH,
+        "vision_use_head": False,
+    }
+    config = PaliGemmaConfig(
+        text_config=text_config(tokenizer, "<eos>", model_type="gemma", head_dim=8),
+        vision_config=vision,
+        projection_dim=HIDDEN,
+        hidden_size=HIDDEN,
+        vocab_size=vocab_size(tokenizer),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    return PaliGemmaForConditionalGeneration(config)
+
+
+def paligemma_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    half = [0.5, 0.5, 0.5]
+    images = SiglipImageProcessor(
+        size={"height": IMAGE, "width": IMAGE},
+        image_mean=half,
+        image_std=half,
+        image_seq_length=(IMAGE // PATCH) ** 2,
+    )
+    return PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)

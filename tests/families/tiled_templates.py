@@ -1,0 +1,47 @@
+"""Chat templates and special tokens of the families with tiles, in the style of their published checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+INTERNVL_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\\n' }}"
+    "{% elif content['type'] == 'video' %}{{ '<video>\\n' }}"
+    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+INTERNVL_NAMED = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+CHATML_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+ONEVISION_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'video') %}{{ '<video>' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\\n' + content['text'] }}"
+    "{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""All pictures of a message come before its videos, and these before its text."""
+
+
+def plain_inputs(processor: Any, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the documentation of a family without a chat template passes to its processor, for one user's turn."""
+    parts = [part for message in messages for part in message["content"]]
+    pictures = [part["image"] for part in parts if part["type"] == "image"]
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    return {"images": pictures, "text": _PLAIN[type(processor).__name__](len(pictures), text)}
+
+
+_PLAIN = {
+    "PaliGemmaProcessor": lambda num_pictures, text: "<image>" * num_pictures + text,
+}

@@ -1,0 +1,34 @@
+"""Row rules of the families with tiles: one rule for each layer, adapters mixed in one encoder batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polylens.config import EngineConfig
+from polylens.models.loading import load_model
+from polylens.models.probe import CONTRAST_FACTOR
+from polylens.models.probe_model import find_row_rules
+from polylens.models.row_rules import RowRule
+
+WITHOUT_EFFECT = {
+    "internvl": None,
+    "paligemma": None,
+}
+"""By family: a pattern of the layers whose output never reaches the features; all others go by tiles."""
+
+
+@pytest.mark.parametrize("family", WITHOUT_EFFECT)
+def test_every_layer_goes_by_tiles(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    result = find_row_rules(load_model(checkpoint(family), EngineConfig()), cache_dir=tmp_path)
+    pattern = WITHOUT_EFFECT[family]
+    idle = {name for name in result.rules if pattern and re.search(pattern, name)}
+    assert {name for name, rule in result.rules.items() if rule is RowRule.NO_EFFECT} == idle
+    assert {rule for name, rule in result.rules.items() if name not in idle} == {RowRule.TILES}
+    assert result.mixed
+    assert not result.reasons
+    assert not result.unreachable
+    assert result.contrast >= CONTRAST_FACTOR
