@@ -17,6 +17,10 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -109,6 +113,42 @@ def _qwen3_vl_moe(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return Qwen3VLMoeForConditionalGeneration(config)
 
 
+QWEN3_5_TEXT = {
+    "head_dim": 16,  # a quarter of it is rotated
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": mrope(1, 1, 0, mrope_interleaved=True, partial_rotary_factor=0.25),
+}
+
+
+def _qwen3_5(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    config = Qwen3_5Config(
+        text_config=text_config(tokenizer, "<|im_end|>", **QWEN3_5_TEXT),
+        vision_config=QWEN3_VISION,
+        **qwen_ids(tokenizer),
+    )
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    config = Qwen3_5MoeConfig(
+        text_config=text_config(tokenizer, "<|im_end|>", **QWEN3_5_TEXT, **experts),
+        vision_config=QWEN3_VISION,
+        **qwen_ids(tokenizer),
+    )
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
 def _qwen_image_processor() -> Qwen2VLImageProcessor:
     size = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": MAX_PIXELS}
     return Qwen2VLImageProcessor(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size)
@@ -159,6 +199,20 @@ PACKED: Mapping[str, Family] = {
         qwen_tokenizer,
         _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
         _qwen3_vl_moe,
+        QWEN_STOP,
+        takes_videos=True,
+    ),
+    "qwen3_5": Family(
+        qwen_tokenizer,
+        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
+        _qwen3_5,
+        QWEN_STOP,
+        takes_videos=True,
+    ),
+    "qwen3_5_moe": Family(
+        qwen_tokenizer,
+        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
+        _qwen3_5_moe,
         QWEN_STOP,
         takes_videos=True,
     ),

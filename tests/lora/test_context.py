@@ -165,3 +165,29 @@ def test_misuse_is_refused() -> None:
         inner.__enter__()
     with pytest.raises(InternalError, match="3 item sizes for 1"), ctx.encoder(SIZES, (ONE,)):
         pass
+
+
+def test_a_part_of_a_text_steps_rows_is_routed_by_itself_and_the_head_is_not_touched() -> None:
+    ctx = RoutingContext(head_layer="lm_head")
+    one, two = ONE.deltas["text.fc"], TWO.deltas["text.fc"]
+    with ctx.text(segments([3, 2, 4], [ONE, None, TWO]), segments([1, 1, 1], [ONE, None, TWO])):
+        with ctx.only_rows([(2, 4), (6, 9)]):
+            assert rows(ctx.delta_rows(TEXT, RowRule.TOKENS, 5)) == [(one, 0, 1), (two, 2, 5)]
+            assert rows(ctx.delta_rows(HEAD, RowRule.TOKENS, 3)) == [
+                (ONE.deltas["lm_head"], 0, 1),
+                (TWO.deltas["lm_head"], 2, 3),
+            ]
+            with pytest.raises(RowRuleError, match="called with 9 rows in a text step that gives it 5"):
+                ctx.delta_rows(TEXT, RowRule.TOKENS, 9)
+            with ctx.only_rows([(1, 3)]):
+                assert rows(ctx.delta_rows(TEXT, RowRule.TOKENS, 2)) == [(two, 1, 2)]
+        assert rows(ctx.delta_rows(TEXT, RowRule.TOKENS, 9)) == [(one, 0, 3), (two, 5, 9)]
+
+
+def test_a_part_of_the_rows_exists_in_text_steps_only() -> None:
+    ctx = RoutingContext()
+    with ctx.only_rows([(0, 4)]):  # no adapter anywhere: nothing to route
+        assert not ctx.active
+    outside = pytest.raises(InternalError, match="outside of a text step")
+    with ctx.encoder(SIZES, [ONE, None, TWO]), outside, ctx.only_rows([(0, 1)]):
+        pass

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polylens.core import Adapter, Component, LayerKind, LayerSpec
 from polylens.errors import InternalError
-from polylens.lora.routing import Segment, check_cover, delta_rows, distinct, num_rows, segments
+from polylens.lora.routing import Segment, check_cover, cut, delta_rows, distinct, num_rows, segments
 from tests.lora.toys import NO_DIGESTS, make_adapter
 
 LAYER = LayerSpec("layer", Component.LANGUAGE_MODEL, LayerKind.LINEAR, 4, 4)
@@ -72,3 +72,22 @@ def test_inconsistent_owners_are_refused() -> None:
 def test_gaps_overlaps_and_empty_segments_are_found(routed: tuple[Segment, ...]) -> None:
     with pytest.raises(InternalError, match="does not follow"):
         check_cover(routed)
+
+
+@settings(deadline=None)
+@given(OWNERS, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=4))
+def test_cut_gives_the_rows_of_the_ranges_their_owners(
+    owners: list[tuple[int, Adapter | None]], pairs: list[tuple[int, int]]
+) -> None:
+    routed = segments([count for count, _ in owners], [adapter for _, adapter in owners])
+    rows = [adapter for count, adapter in owners for _ in range(count)]
+    ranges = [(min(pair), min(max(pair), len(rows))) for pair in pairs if min(pair) < len(rows)]
+    part = cut(routed, ranges)
+    check_cover(part)
+    expected = [adapter for start, stop in ranges for adapter in rows[start:stop]]
+    assert [segment.adapter for segment in part for _ in range(segment.start, segment.stop)] == expected
+
+
+def test_cut_refuses_rows_that_are_not_there() -> None:
+    with pytest.raises(InternalError, match="rows 1 to 4 are not among the 3 rows"):
+        cut(segments([3], [ONE]), [(1, 4)])

@@ -156,10 +156,12 @@ class Bench:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values that one token takes in all layers, in float32."""
+        """Bytes of keys and values that one token takes in all layers that keep any, in float32."""
         text = AutoConfig.from_pretrained(self.checkpoint).get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * torch.float32.itemsize
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        num_layers = sum(kind not in ("linear_attention", "conv") for kind in kinds)
+        return 2 * num_layers * text.num_key_value_heads * head_dim * torch.float32.itemsize
 
     def compare(self, cases: Sequence[Case], answers: Sequence[Any], num_tokens: int = NUM_TOKENS) -> Comparison:
         return compare(answers, [self.expected(case, num_tokens) for case in cases])

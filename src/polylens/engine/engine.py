@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 ADAPTER_WAIT_S = 0.01
 """A step that has nothing to do but to wait for adapters waits so long at most: aborts and new requests come next."""
 
+MAX_STATE_SHARE = 0.5
+"""Part of `kv_bytes` that states which layers carry from token to token (Qwen3.5, LFM2) may take: they are as large
+for a short answer as for a long one, and must leave room for the pages of long ones."""
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -96,17 +100,22 @@ class Engine:
         self.num_generated_tokens = 0
         text = TextRunner(loaded)
         with torch.inference_mode():
-            layers = measure_kv(text, position_rows(loaded.inner))
-        num_pages = _num_pages(config, loaded, bytes_per_token(layers, loaded.dtype))
+            layers, self.state_bytes = measure_kv(text, position_rows(loaded.inner))
+        self.max_running = _max_running(config, self.state_bytes)
+        num_pages = _num_pages(
+            config, loaded, bytes_per_token(layers, loaded.dtype), self.max_running, self.state_bytes
+        )
         kv = PagedKV(
             layers, num_pages=num_pages, page_tokens=config.page_tokens, dtype=loaded.dtype, device=loaded.device
         )
         self._allocator = PageAllocator(num_pages)
-        self.prefix_cache = PrefixCache(config.page_tokens, self._allocator) if config.prefix_cache else None
+        # Pages hold no state: a sequence whose layers carry one cannot begin in the middle.
+        cached = config.prefix_cache and not text.carries_state
+        self.prefix_cache = PrefixCache(config.page_tokens, self._allocator) if cached else None
         self.scheduler = Scheduler(
             page_tokens=config.page_tokens,
             max_step_tokens=config.max_step_tokens,
-            max_running=config.max_running,
+            max_running=self.max_running,
             allocator=self._allocator,
             prefix_cache=self.prefix_cache,
             gate=self.registry,
@@ -386,15 +395,28 @@ def _without_undivided(
     return {name: spec for name, spec in specs.items() if name not in undivided}, undivided
 
 
-def _num_pages(config: EngineConfig, loaded: LoadedModel, token_bytes: int) -> int:
-    """KV pages within the byte budget, but no more than the running sequences could ever fill."""
-    affordable = config.kv_bytes // (token_bytes * config.page_tokens)
+def _max_running(config: EngineConfig, state_bytes: int) -> int:
+    """Sequences decoded together: no more than whose carried states fill their part of the KV budget."""
+    if state_bytes == 0:
+        return config.max_running
+    affordable = int(config.kv_bytes * MAX_STATE_SHARE) // state_bytes
+    if affordable < 1:
+        raise ModelLoadError(
+            f"kv_bytes={config.kv_bytes} is too small: a request of this model carries a state of {state_bytes} bytes; "
+            f"give at least {int(state_bytes / MAX_STATE_SHARE)}"
+        )
+    return min(config.max_running, affordable)
+
+
+def _num_pages(config: EngineConfig, loaded: LoadedModel, token_bytes: int, max_running: int, state_bytes: int) -> int:
+    """KV pages within the byte budget left by states, but no more than the running sequences could ever fill."""
+    affordable = (config.kv_bytes - max_running * state_bytes) // (token_bytes * config.page_tokens)
     if affordable < 1:
         raise ModelLoadError(
             f"kv_bytes={config.kv_bytes} holds no KV page: one page of {config.page_tokens} tokens needs "
             f"{token_bytes * config.page_tokens} bytes"
         )
-    usable = config.max_running * pages_for(loaded.max_model_len, config.page_tokens)
+    usable = max_running * pages_for(loaded.max_model_len, config.page_tokens)
     return min(affordable, usable)
 
 

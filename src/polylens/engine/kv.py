@@ -71,17 +71,19 @@ class _ShapeRecorder:
         raise AssertionError("a one-token sequence has no context to read")
 
 
-def measure_kv(text: TextRunner, position_rows: int) -> dict[int, LayerKV]:
+def measure_kv(text: TextRunner, position_rows: int) -> tuple[dict[int, LayerKV], int]:
     """Learn every layer's cache shape by running one token: heads and widths may differ from layer to layer.
 
-    position_rows: 3 for multimodal rotary positions, else 1.
+    position_rows: 3 for multimodal rotary positions, else 1. Also returns the bytes of the state that a sequence
+    carries beside its cache, of whatever length it is (0 for most models).
     """
     recorder = _ShapeRecorder()
     slot = torch.zeros(1, dtype=torch.long)
-    batch = RaggedBatch([SequenceRows(0, 1, slot)], slot, recorder)
+    carried = [text.new_state()] if text.carries_state else []
+    batch = RaggedBatch([SequenceRows(0, 1, slot)], slot, recorder, carried=carried)
     token = torch.zeros(1, dtype=torch.long, device=text.device)
     text.forward(token, torch.zeros(position_rows, 1, dtype=torch.long, device=text.device), batch, None)
-    return recorder.layers
+    return recorder.layers, sum(state.num_bytes for state in carried)
 
 
 def bytes_per_token(layers: Mapping[int, LayerKV], dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from polylens.engine.scheduler import StepEntry
     from polylens.lora.context import RoutingContext
     from polylens.models.encoder import ItemFeatures
+    from polylens.models.recurrent import CarriedState
 
 
 class Runner:
@@ -41,9 +43,24 @@ class Runner:
         ends = [rows.stop - 1 for rows, entry in zip(batch.sequences, entries, strict=True) if entry.samples]
         token_segments = segments([entry.num_tokens for entry in entries], [entry.seq.adapter for entry in entries])
         head_segments = segments([1] * len(ends), [entry.seq.adapter for entry in entries if entry.samples])
-        with self._context.text(token_segments, head_segments):
+        with self._context.text(token_segments, head_segments), self._advanced(entries):
             hidden_td = self._text.forward(ids_t, positions, batch, media)
             return self._text.logits(hidden_td[torch.tensor(ends, dtype=torch.long, device=device)])
+
+    def _advanced(self, entries: Sequence[StepEntry]) -> ExitStack:
+        """Around the computation of the entries: the states that their sequences carry go from start to stop."""
+        stack = ExitStack()
+        for entry in entries:
+            if entry.seq.carried is not None:
+                stack.enter_context(entry.seq.carried.advanced(entry.start, entry.stop))
+        return stack
+
+    def _carried(self, entries: Sequence[StepEntry]) -> list[CarriedState]:
+        if not self._text.carries_state:
+            return []
+        for entry in entries:
+            entry.seq.carried = entry.seq.carried or self._text.new_state()
+        return [entry.seq.carried for entry in entries if entry.seq.carried is not None]
 
     def _ragged_batch(self, entries: Sequence[StepEntry]) -> RaggedBatch:
         rows, writes, start_row = [], [], 0
@@ -53,7 +70,14 @@ class Runner:
             rows.append(SequenceRows(start_row, stop_row, slots_c, entry.seq.bidirectional_spans))
             writes.append(slots_c[entry.start :])
             start_row = stop_row
-        return RaggedBatch(rows, torch.cat(writes), self._kv, self._text.two_way_in_windows_only)
+        return RaggedBatch(
+            rows,
+            torch.cat(writes),
+            self._kv,
+            self._text.two_way_in_windows_only,
+            carried=self._carried(entries),
+            only_rows=self._context.only_rows,
+        )
 
 
 def _positions(entry: StepEntry) -> torch.Tensor:

@@ -351,6 +351,7 @@ class Scheduler:
     def _give_back(self, seq: Sequence) -> None:
         self._leave_gate(seq)
         self._release(seq.page_table)
+        seq.carried = None
         seq.page_table = []
         seq.num_computed = 0
         seq.num_offered_pages = 0
@@ -405,7 +406,7 @@ class Scheduler:
             if seq.state is not state:
                 raise InternalError(f"{seq.request_id}: {seq.state} in the list of {state}")
         for seq in self.waiting:
-            if seq.page_table or seq.num_computed:
+            if seq.page_table or seq.num_computed or seq.carried is not None:
                 raise InternalError(f"{seq.request_id}: waits but holds pages")
 
     def _check_running(self, seq: Sequence) -> None:
@@ -413,5 +414,7 @@ class Scheduler:
             raise InternalError(f"{seq.request_id}: a page twice in {seq.page_table}")
         if pages_for(seq.num_computed, self._page_tokens) > len(seq.page_table):
             raise InternalError(f"{seq.request_id}: {seq.num_computed} tokens in {len(seq.page_table)} pages")
+        if seq.carried is not None and seq.carried.num_tokens != seq.num_computed:
+            raise InternalError(f"{seq.request_id}: a state of {seq.carried.num_tokens} of {seq.num_computed} tokens")
         if seq.num_computed > seq.num_tokens or seq.span_cut_by(seq.num_computed):
             raise InternalError(f"{seq.request_id}: {seq.num_computed} of {seq.num_tokens} tokens computed")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from polylens.core import Adapter, SamplingParams
     from polylens.engine.logit_rules import LogitRules
+    from polylens.models.recurrent import CarriedState
 
 
 class Lease(Protocol):
@@ -100,6 +101,10 @@ class Sequence:
     """Prefix-cache keys of the full pages seen so far; tokens are only appended, so they never change."""
     num_offered_pages: int = 0
     """First pages of `page_table` that came from, or were already offered to, the prefix cache."""
+
+    carried: CarriedState | None = None
+    """What the model's layers remember of the computed tokens beside their KV, where they do (made by the runner,
+    given up with the pages)."""
 
     output_ids: list[int] = field(default_factory=list, init=False)
     token_ids: list[int] = field(init=False)

@@ -30,6 +30,8 @@ class EngineStats:
     kv_pages: int = 0
     kv_pages_used: int = 0
     kv_pages_cached: int = 0
+    carried_state_bytes: int = 0
+    """What the layers of running sequences remember beside their pages (hybrid models)."""
     num_preemptions_total: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
@@ -55,6 +57,7 @@ def collect(engine: Engine) -> EngineStats:
         kv_pages=allocator.num_pages,
         kv_pages_used=allocator.num_pages - allocator.num_free - cached,
         kv_pages_cached=cached,
+        carried_state_bytes=engine.state_bytes * sum(seq.carried is not None for seq in scheduler.running),
         num_preemptions_total=scheduler.num_preemptions,
         prompt_tokens_total=scheduler.num_prompt_tokens,
         cached_tokens_total=scheduler.num_cached_tokens,

@@ -8,7 +8,17 @@ from typing import Protocol
 
 from polylens.core import Adapter, Change, Component, LayerSpec
 from polylens.errors import InternalError, RowRuleError
-from polylens.lora.routing import DeltaRows, Segment, Segments, check_cover, delta_rows, distinct, num_rows, segments
+from polylens.lora.routing import (
+    DeltaRows,
+    Segment,
+    Segments,
+    check_cover,
+    cut,
+    delta_rows,
+    distinct,
+    num_rows,
+    segments,
+)
 from polylens.models.row_rules import ItemSize, RowRule, rows_per_item
 
 
@@ -68,6 +78,24 @@ class RoutingContext:
             yield
 
     @contextmanager
+    def only_rows(self, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Inside `text`: language layers see only these [start, stop) ranges of the tokens' rows, one after the other.
+
+        For layers that take the sequences of a step one by one.
+        """
+        whole = self._routing
+        if whole is None:
+            yield
+            return
+        if not isinstance(whole, _TextRouting):
+            raise InternalError("a part of the rows was asked for outside of a text step")
+        self._routing = whole.part(tuple(ranges))
+        try:
+            yield
+        finally:
+            self._routing = whole
+
+    @contextmanager
     def encoder(self, sizes: Sequence[ItemSize], adapters: Sequence[Adapter | None]) -> Iterator[None]:
         """Route an encoder forward over items of these sizes, item k with `adapters[k]`, in batch order.
 
@@ -123,6 +151,15 @@ class _TextRouting:
         self._tokens = tokens
         self._head = head
         self._head_layer = head_layer
+        self._parts: dict[tuple[tuple[int, int], ...], _TextRouting] = {}
+
+    def part(self, ranges: tuple[tuple[int, int], ...]) -> _TextRouting:
+        """The same for some of the rows; remembered, because the layers of a step ask for equal parts."""
+        found = self._parts.get(ranges)
+        if found is None:
+            found = _TextRouting(cut(self._tokens, ranges), self._head, self._head_layer)
+            self._parts[ranges] = found
+        return found
 
     def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
         routed = self._segments_of(spec.name)

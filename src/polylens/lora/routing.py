@@ -56,6 +56,22 @@ def segments(counts: Sequence[int], adapters: Sequence[Adapter | None]) -> Segme
     return tuple(merged)
 
 
+def cut(routed: Sequence[Segment], ranges: Sequence[tuple[int, int]]) -> Segments:
+    """The segments of these [start, stop) ranges of the rows, laid one after the other.
+
+    Raises InternalError for rows that the segments do not cover.
+    """
+    owners, counts = [], []
+    for first, last in ranges:
+        parts = [(s.adapter, min(s.stop, last) - max(s.start, first)) for s in routed]
+        inside = [(adapter, count) for adapter, count in parts if count > 0]
+        if sum(count for _, count in inside) != last - first:
+            raise InternalError(f"rows {first} to {last} are not among the {num_rows(routed)} rows of the step")
+        owners += [adapter for adapter, _ in inside]
+        counts += [count for _, count in inside]
+    return segments(counts, owners)
+
+
 def num_rows(routed: Sequence[Segment]) -> int:
     """Rows covered by segments as `segments` makes them."""
     return routed[-1].stop if routed else 0

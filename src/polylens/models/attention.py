@@ -11,6 +11,7 @@ Legend: t query rows of the step, n query rows of one sequence, c context length
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +22,9 @@ from transformers import AttentionInterface
 from polylens.errors import InternalError, ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from polylens.models.recurrent import CarriedState
 
 ATTENTION_NAME = "polylens_ragged"
 
@@ -95,13 +98,17 @@ class SequenceRows:
 class RaggedBatch:
     """One text step: its sequences and where their keys and values go. Masks are shared by layers of one reach.
 
-    spans_in_windows_only: whether only sliding-window layers look both ways within spans.
+    spans_in_windows_only: whether only sliding-window layers look both ways within spans. carried: each sequence's
+    state, for models whose layers carry one (`recurrent`). only_rows: opened around calls that see only these
+    [start, stop) ranges of the rows.
     """
 
     sequences: Sequence[SequenceRows]
     write_slots_t: torch.Tensor
     store: KVStore
     spans_in_windows_only: bool = False
+    carried: Sequence[CarriedState] = ()
+    only_rows: Callable[[Sequence[tuple[int, int]]], AbstractContextManager[Any]] = nullcontext
     masks: dict[tuple[int, Reach], torch.Tensor | None] = field(default_factory=dict)
 
 

@@ -19,6 +19,7 @@ from polylens.models.attention import ATTENTION_NAME, register_attention
 from polylens.models.components import model_layers, module_path, text_model
 from polylens.models.families import FAMILIES, FamilyNotes, notes_for
 from polylens.models.processing import Processing
+from polylens.models.recurrent import wrap_mixers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,10 @@ _MIN_TRANSFORMERS = (5, 24)
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A base model ready to run: weights on `device` in `dtype`, layers named, processor wrapped."""
+    """A base model ready to run: weights on `device` in `dtype`, layers named, processor wrapped.
+
+    num_mixers: text layers that carry a state from token to token (see `recurrent`).
+    """
 
     source: str
     model: PreTrainedModel
@@ -46,6 +50,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
+    num_mixers: int = 0
 
     @property
     def text_model(self) -> nn.Module:
@@ -120,6 +125,7 @@ def prepare_model(
         device=parameter.device,
         dtype=parameter.dtype,
         max_model_len=_max_model_len(model.config, max_model_len),
+        num_mixers=wrap_mixers(text_model(model)),
     )
 
 

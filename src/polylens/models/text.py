@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polylens.models.recurrent import CarriedState
+
 if TYPE_CHECKING:
     from polylens.models.attention import RaggedBatch
     from polylens.models.loading import LoadedModel
@@ -56,6 +58,11 @@ class TextRunner:
         self._arguments = loaded.notes.text_arguments or deepstack_arguments
         self.device = loaded.device
         self.two_way_in_windows_only = loaded.notes.two_way_in_windows_only
+        self.carries_state = loaded.num_mixers > 0
+
+    def new_state(self) -> CarriedState:
+        """The state of a sequence of which nothing is computed (only for models that carry one)."""
+        return CarriedState(self._text.config)
 
     def embed(self, token_ids_t: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
         """(t,) ids -> (t, d) embeddings, with the media rows replaced by their features.

@@ -116,6 +116,7 @@ _GAUGES = {
     "kv_pages": ("kv_pages", "KV pages there are"),
     "kv_pages_used": ("kv_pages_used", "KV pages that running requests hold"),
     "kv_pages_cached": ("kv_pages_cached", "KV pages that only the prefix cache keeps"),
+    "carried_state_bytes": ("carried_state_bytes", "Bytes that layers with a state keep of running requests"),
     "vision_cache_bytes": ("vision_cache_bytes", "Bytes of cached features"),
 }
 _ADAPTER_COUNTERS = {

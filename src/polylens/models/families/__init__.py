@@ -30,6 +30,8 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),
+    "qwen3_5": FamilyNotes(),
+    "qwen3_5_moe": FamilyNotes(),
     "qwen3_vl": FamilyNotes(),
     "qwen3_vl_moe": FamilyNotes(),
 }
