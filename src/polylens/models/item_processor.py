@@ -96,13 +96,21 @@ class ItemProcessor:
         return {name: value[:1] for name, value in twice.items()}
 
 
+class PixelRows(list[torch.Tensor]):
+    """The rows of several items' pixel tensors, listed, not copied. `shape`: as if padded to one tensor."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([len(self), *(max(sizes) for sizes in zip(*(row.shape for row in self), strict=True))])
+
+
 def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several items' outputs as one call would return them. Pixels are listed, not copied."""
+    """Several items' outputs as one call would return them."""
     packed: dict[str, Any] = {}
     for name in outputs[0]:
         values = [output[name] for output in outputs]
         if name.startswith("pixel_values"):
-            packed[name] = [row for value in values for row in (value if value.dim() > 2 else [value])]
+            packed[name] = PixelRows(row for value in values for row in (value if value.dim() > 2 else [value]))
         elif isinstance(values[0], torch.Tensor):
             packed[name] = torch.cat(values)
         else:  # metadata: processors write into it, so the remembered one is never handed out

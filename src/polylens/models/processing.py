@@ -155,6 +155,7 @@ class Processing:
                 chat_template=self.template,
                 tokenize=True,
                 return_dict=True,
+                return_tensors=None,  # items of unequal sizes make no tensor
                 add_generation_prompt=add_generation_prompt,
                 **escape.hide(variables),
             )
@@ -242,6 +243,8 @@ class _Call:
     def __init__(self, owner: Processing, escape: Escape, media: Sequence[MediaItem], settings: MediaSettings) -> None:
         self._owner = owner
         self._escape = escape
+        self._media = media
+        self._settings = settings
         self._counts: dict[MediaKind, list[int]] = {kind: [] for kind in MediaKind}
         self._order: list[MediaKind] = []
         self._extras: dict[str, Any] = {}
@@ -274,6 +277,8 @@ class _Call:
 
     def placed_items(self) -> list[ProcessedItem]:
         """The items in the order of their places in the text."""
+        if self._media and not self._order:
+            self._expand_alone()
         of_kind = {kind: self._processed_items(kind) for kind in MediaKind}
         if any(self._order.count(kind) != len(items) for kind, items in of_kind.items()):
             raise InternalError("the processor expanded other placeholders than those of the messages' media")
@@ -295,6 +300,21 @@ class _Call:
             )
             for index, (item, result) in enumerate(zip(part.items, part.results, strict=True))
         ]
+
+    def _expand_alone(self) -> None:
+        """Place the items where the processor expands placeholders by means of its own: ask for each item alone."""
+        self._order = [item.kind for item in self._media]
+        if len(set(self._order)) > 1:
+            raise RequestError("this model's processor does not tell pictures from videos: send one kind", "messages")
+        self._counts[self._order[0]] = [self._num_tokens_alone(item) for item in self._media]
+
+    def _num_tokens_alone(self, item: MediaItem) -> int:
+        """How many media tokens one placeholder becomes with this item."""
+        placeholder = getattr(self._owner.processor, f"{item.kind}_token")
+        media = {f"{item.kind}s": [[item.data]]}
+        alone = _Call(self._owner, self._escape, [item], self._settings)
+        ids = alone.run(lambda processor: processor(text=[placeholder], return_tensors=None, **media))
+        return sum(ids.count(token_id) for token_id in self._owner.feature_ids)
 
     def _encoder_tensors(self, outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Without what processors return for their own use (`num_crops`, `video_metadata`)."""
@@ -388,9 +408,17 @@ class _CallTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._safe.tokenizer, name)
 
-    def __call__(self, text: str | list[str], **options: Any) -> dict[str, list[list[int]]]:
+    def __call__(self, text: str | list[str], **options: Any) -> _Ids:
         texts = [text] if isinstance(text, str) else text
-        return {"input_ids": [self._safe.encode(one, self._escape, options) for one in texts]}
+        return _Ids(input_ids=[self._safe.encode(one, self._escape, options) for one in texts])
+
+
+class _Ids(dict[str, Any]):
+    """What the stand-in tokenizer returns."""
+
+    def char_to_token(self, *_: int) -> int:
+        """Idefics 3 asks where its placeholders lie, to mark token types if it is told to; here it is not."""
+        return 0
 
 
 def _runs(ids: Sequence[int], media_ids: Sequence[int], counts: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:

@@ -58,8 +58,8 @@ def _missing(x: Tensor, largest: Sequence[int]) -> list[int]:
 
 
 def get_features(inner: Any, kind: MediaKind, batch: Mapping[str, Tensor]) -> Any:
-    """transformers' own `get_image_features` or `get_video_features`."""
-    run = inner.get_image_features if kind is MediaKind.IMAGE else inner.get_video_features
+    """transformers' own `get_image_features` or `get_video_features`; without the latter, videos are pictures."""
+    run = getattr(inner, f"get_{kind}_features", inner.get_image_features)
     return run(**batch, return_dict=True)
 
 
