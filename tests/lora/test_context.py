@@ -74,6 +74,20 @@ def test_per_call() -> None:
             ctx.delta_rows(TOWER, RowRule.PER_CALL, 7)
 
 
+def test_views() -> None:
+    ctx = RoutingContext()
+    ctx.watch_calls(TOWER.name, RowRule.VIEWS)
+    sizes = [ItemSize(3, 3, 9, (1, 2)), ItemSize(1, 1, 3, (1,)), ItemSize(5, 5, 15, (1, 4))]
+    with ctx.encoder(sizes, (ONE, None, TWO)):
+        one, two = ONE.deltas[TOWER.name], TWO.deltas[TOWER.name]
+        assert rows(ctx.delta_rows(TOWER, RowRule.VIEWS, 6)) == [(one, 0, 2), (two, 4, 6)]
+        assert rows(ctx.delta_rows(TOWER, RowRule.VIEWS, 6)) == [(one, 0, 2), (two, 2, 6)]
+        with pytest.raises(RowRuleError, match=r"call number 3 .*'views'"):
+            ctx.delta_rows(TOWER, RowRule.VIEWS, 6)
+    with pytest.raises(RowRuleError, match=r"called 1 times .*'views'"), ctx.encoder(sizes, (ONE, None, TWO)):
+        ctx.delta_rows(TOWER, RowRule.VIEWS, 6)
+
+
 @pytest.mark.parametrize("adapters", [(ONE, None, TWO), (ONE, ONE, ONE)])
 @pytest.mark.parametrize("calls", [0, 2])
 def test_per_call_with_too_few_calls(adapters: tuple, calls: int) -> None:

@@ -110,6 +110,30 @@ class TokenPooled(Tower):
         return list(self.project(pairs(torch.cat(pooled))).split(num_tokens))
 
 
+class Views(Tower):
+    """Each item is seen whole, then in parts, if it has any: two calls of every layer."""
+
+    def encode(self, items: Sequence[Item]) -> list[ItemFeatures]:
+        whole = self._view([item.tensors["pixel_values"] for item in items])
+        parts = [item.tensors.get("pixel_values_local", torch.empty(0, 4, 2, 4)) for item in items]
+        seen = self._view(parts) if any(map(len, parts)) else parts
+        return [ItemFeatures(torch.cat([w, p.reshape(-1, WIDTH)])) for w, p in zip(whole, seen, strict=True)]
+
+    def _view(self, pixels: list[torch.Tensor]) -> list[torch.Tensor]:
+        x = self.block(self.embed(torch.cat(pixels).reshape(-1, 4, WIDTH)))
+        x = self.project(torch.stack([mix(tile) for tile in x]).reshape(len(x), 2, 2 * WIDTH))
+        return [part.reshape(-1, WIDTH) for part in x.split([len(x) for x in pixels])]
+
+
+def viewed_items(*num_parts: int) -> list[Item]:
+    whole, parts = tiled_items(*[1] * len(num_parts)), tiled_items(*(max(n, 1) for n in num_parts))
+    tensors = [
+        {**item.tensors, **({"pixel_values_local": part.tensors["pixel_values"]} if n else {})}
+        for item, part, n in zip(whole, parts, num_parts, strict=True)
+    ]
+    return [Item(pixels, 2 + 2 * n) for pixels, n in zip(tensors, num_parts, strict=True)]
+
+
 class Interleaved(Packed):
     """`block` sees its rows sorted by content: no rule of counts explains that."""
 
@@ -149,6 +173,8 @@ POOLED = [Item(item.tensors, n) for item, n in zip(PATCHES, (5, 3, 10), strict=T
             PATCHES,
             {"embed": RowRule.PATCHES, "block": RowRule.PATCHES, "project": RowRule.PER_CALL},
         ),
+        (Views, viewed_items(1, 3, 2), dict.fromkeys(("embed", "block", "project"), RowRule.VIEWS)),
+        (Views, viewed_items(2, 0, 1), dict.fromkeys(("embed", "block", "project"), RowRule.VIEWS)),
         (TokenPooled, POOLED, {"embed": RowRule.PATCHES, "block": RowRule.PATCHES, "project": RowRule.TOKENS}),
     ],
 )

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polylens.errors import RowRuleError
-from polylens.models.row_rules import PROPORTIONAL_RULES, ItemSize, RowRule, rows_per_item
+from polylens.models.row_rules import (
+    COUNTED_RULES,
+    PROPORTIONAL_RULES,
+    ItemSize,
+    RowRule,
+    num_calls,
+    rows_per_item,
+)
 
 SIZES = [ItemSize(16, 1, 4), ItemSize(32, 1, 8), ItemSize(60, 1, 15)]
 
@@ -41,6 +48,15 @@ def test_per_call_gives_one_item_all_rows() -> None:
     assert rows_per_item(RowRule.PER_CALL, SIZES, 8, call_index=1, layer="x") == [0, 8, 0]
     with pytest.raises(RowRuleError, match="call number 4"):
         rows_per_item(RowRule.PER_CALL, SIZES, 8, call_index=3, layer="x")
+
+
+def test_views_are_counted_by_call() -> None:
+    sizes = [ItemSize(3, 3, 9, (1, 2)), ItemSize(1, 1, 3), ItemSize(5, 5, 15, (1, 4))]
+    assert rows_per_item(RowRule.VIEWS, sizes, 12, call_index=0, layer="x") == [4, 4, 4]
+    assert rows_per_item(RowRule.VIEWS, sizes, 12, call_index=1, layer="x") == [4, 0, 8]
+    with pytest.raises(RowRuleError, match="x: 12 rows"):
+        rows_per_item(RowRule.VIEWS, sizes, 12, call_index=2, layer="x")
+    assert [num_calls(rule, sizes) for rule in COUNTED_RULES] == [3, 2]
 
 
 @pytest.mark.parametrize("rule", list(RowRule))
@@ -91,8 +107,29 @@ def test_item_size_is_read_from_the_pixel_tensor(name: str, shape: tuple[int, ..
     assert ItemSize.of(item) == ItemSize(patches, tiles, 6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "name", "extents", "size"),
+    [
+        ((2, 3, 8, 12), "image_sizes", [[8, 4], [4, 12]], ItemSize(80, 2, 6)),  # padded to one size
+        ((1, 3, 2, 40), "target_sizes", [[2, 4], [4, 3]], ItemSize(20, 2, 6)),  # a strip of patches
+        ((2, 3, 8, 12), "image_sizes", [[30, 70]], ItemSize(2, 2, 6)),  # of the picture before it was tiled
+        ((1, 2, 3, 8, 8), "image_sizes", [[8, 8]], ItemSize(2, 2, 6)),
+    ],
+)
+def test_pictures_of_several_sizes_count_by_area(
+    shape: tuple[int, ...], name: str, extents: list[list[int]], size: ItemSize
+) -> None:
+    tensors = {"pixel_values": torch.zeros(shape), name: torch.tensor(extents)}
+    assert ItemSize.of(SimpleNamespace(tensors=tensors, num_tokens=6)) == size
+
+
+def test_each_pixel_tensor_is_a_view() -> None:
+    tensors = {"pixel_values": torch.zeros(1, 3, 8, 8), "pixel_values_local": torch.zeros(4, 3, 6, 6)}
+    assert ItemSize.of(SimpleNamespace(tensors=tensors, num_tokens=6)) == ItemSize(5, 5, 6, (1, 4))
+
+
 def test_items_without_known_pixels_are_refused() -> None:
-    with pytest.raises(RowRuleError, match="exactly one pixel tensor"):
+    with pytest.raises(RowRuleError, match="needs a pixel tensor"):
         ItemSize.of(SimpleNamespace(tensors={"x": torch.zeros(2, 2)}, num_tokens=1))
     with pytest.raises(RowRuleError, match="no known layout"):
         ItemSize.of(SimpleNamespace(tensors={"pixel_values": torch.zeros(2)}, num_tokens=1))

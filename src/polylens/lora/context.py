@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from polylens.lora.routing import (
     num_rows,
     segments,
 )
-from polylens.models.row_rules import ItemSize, RowRule, rows_per_item
+from polylens.models.row_rules import COUNTED_RULES, ItemSize, RowRule, num_calls, rows_per_item
 
 
 class _Routing(Protocol):
@@ -43,7 +43,7 @@ class RoutingContext:
 
     def __init__(self, head_layer: str | None = None) -> None:
         self._head_layer = head_layer
-        self._per_call_layers: set[str] = set()
+        self._watched: dict[str, RowRule] = {}
         self._open = False
         self._routing: _Routing | None = None
         self.special = False
@@ -54,13 +54,13 @@ class RoutingContext:
         """Whether a forward with at least one adapter runs now."""
         return self._routing is not None
 
-    def watch_calls(self, layer: str) -> None:
-        """Declare a PER_CALL layer: an encoder forward that calls it too seldom is then an error."""
-        self._per_call_layers.add(layer)
+    def watch_calls(self, layer: str, rule: RowRule = RowRule.PER_CALL) -> None:
+        """Declare a layer of one of COUNTED_RULES: an encoder forward that calls it too seldom is then an error."""
+        self._watched[layer] = rule
 
     def forget_calls(self, layer: str) -> None:
         """Take back `watch_calls`."""
-        self._per_call_layers.discard(layer)
+        self._watched.pop(layer, None)
 
     @contextmanager
     def text(self, token_segments: Sequence[Segment], head_segments: Sequence[Segment] | None = None) -> Iterator[None]:
@@ -99,8 +99,8 @@ class RoutingContext:
     def encoder(self, sizes: Sequence[ItemSize], adapters: Sequence[Adapter | None]) -> Iterator[None]:
         """Route an encoder forward over items of these sizes, item k with `adapters[k]`, in batch order.
 
-        Raises RowRuleError on leaving when a PER_CALL layer with an active delta was called fewer times
-        than there are items: the features must then not be used.
+        Raises RowRuleError on leaving when a layer of one of COUNTED_RULES with an active delta was called fewer
+        times than its rule says: the features must then not be used.
         """
         if len(sizes) != len(adapters):
             raise InternalError(f"{len(sizes)} item sizes for {len(adapters)} adapters")
@@ -112,7 +112,7 @@ class RoutingContext:
         special = any(adapter is not None and adapter.special for adapter in adapters)
         with self._entered(routing, special=special):
             yield
-            routing.check_calls(self._per_call_layers)
+            routing.check_calls(self._watched)
 
     def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
         """The deltas to add to a call of this layer with `num_rows` rows, and their rows.
@@ -204,20 +204,20 @@ class _EncoderRouting:
     def has_delta(self, layer: str) -> bool:
         return any(adapter is not None and layer in adapter.deltas for adapter in self._distinct)
 
-    def check_calls(self, per_call_layers: set[str]) -> None:
-        """Raise RowRuleError if a watched layer with a delta saw fewer calls than there are items."""
-        for layer in sorted(per_call_layers):
+    def check_calls(self, watched: Mapping[str, RowRule]) -> None:
+        """Raise RowRuleError if a watched layer with a delta saw fewer calls than its rule says."""
+        for layer, rule in sorted(watched.items()):
             calls = self._calls.get(layer, 0)
-            if calls < len(self._sizes) and self.has_delta(layer):
+            if calls < num_calls(rule, self._sizes) and self.has_delta(layer):
                 raise RowRuleError(
-                    f"layer {layer}: called {calls} times for {len(self._sizes)} items (row rule 'per_call')"
+                    f"layer {layer}: called {calls} times for {len(self._sizes)} items (row rule {rule.value!r})"
                 )
 
     def _segments_of(self, layer: str, rule: RowRule, rows: int) -> Segments:
         if rule is RowRule.UNPROVEN:
             return self._undivided(layer, rows)
-        if rule is RowRule.PER_CALL:
-            return self._divide(rule, rows, self._count_call(layer), layer)
+        if rule in COUNTED_RULES:
+            return self._divide(rule, rows, self._count_call(layer, rule), layer)
         # Layers of equal rule and row count share one answer: a tower has hundreds of layers and few answers.
         key = (rule, rows)
         found = self._divided.get(key)
@@ -229,11 +229,12 @@ class _EncoderRouting:
         counts = rows_per_item(rule, self._sizes, rows, call_index=call_index, layer=layer)
         return segments(counts, self._adapters)
 
-    def _count_call(self, layer: str) -> int:
+    def _count_call(self, layer: str, rule: RowRule) -> int:
         index = self._calls.get(layer, 0)
-        if index >= len(self._sizes):
+        if index >= num_calls(rule, self._sizes):
             raise RowRuleError(
-                f"layer {layer}: call number {index + 1} in a batch of {len(self._sizes)} items (row rule 'per_call')"
+                f"layer {layer}: call number {index + 1} in a batch of {len(self._sizes)} items "
+                f"(row rule {rule.value!r})"
             )
         self._calls[layer] = index + 1
         return index

@@ -23,7 +23,7 @@ from polylens.lora.modules import EmbeddingModule, RowsModule, with_parameters
 from polylens.lora.ops import Scratch, apply_factored_, apply_fused_
 from polylens.lora.routing import DeltaRows
 from polylens.lora.special import apply_special_, overwrites_all, part
-from polylens.models.row_rules import RowRule
+from polylens.models.row_rules import COUNTED_RULES, RowRule
 
 MATMULS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
 """The calls by which a module may multiply with a bare parameter, x @ W."""
@@ -60,8 +60,8 @@ class WrappedLayers:
         self._wrapped.append((module, module.__dict__.get("forward")))
         module.forward = forward
 
-    def _watch(self, layer: str) -> None:
-        self._ctx.watch_calls(layer)
+    def _watch(self, layer: str, rule: RowRule) -> None:
+        self._ctx.watch_calls(layer, rule)
         self._watched.append(layer)
 
 
@@ -89,8 +89,8 @@ def wrap_layers(
         wrapped.unwrap()
         raise
     for layer in core:
-        if layer.rule is RowRule.PER_CALL:
-            wrapped._watch(layer.spec.name)
+        if layer.rule in COUNTED_RULES:
+            wrapped._watch(layer.spec.name, layer.rule)
     wrapped.factored_only = tuple(factored_only)
     return wrapped
 

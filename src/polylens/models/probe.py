@@ -27,7 +27,14 @@ import torch
 
 from polylens.errors import RowRuleError
 from polylens.models.probe_hooks import Assignment, Calls, ProbeLayer, RandomDeltas
-from polylens.models.row_rules import PROPORTIONAL_RULES, ItemSize, RowRule, SizedItem, rows_per_item
+from polylens.models.row_rules import (
+    COUNTED_RULES,
+    PROPORTIONAL_RULES,
+    ItemSize,
+    RowRule,
+    SizedItem,
+    rows_per_item,
+)
 
 EQUAL_FACTOR = 10.0
 """Errors up to this many noise floors count as equal: two measured noises rarely differ more."""
@@ -214,8 +221,8 @@ class _Probe:
     def _preference(self) -> tuple[RowRule, ...]:
         """Of rules that say the same about every batch, the one that names the layout plainly comes first."""
         if self._tiled():
-            return (RowRule.TILES, RowRule.IMAGES, RowRule.TOKENS, RowRule.PATCHES, RowRule.PER_CALL)
-        return (RowRule.PATCHES, RowRule.TOKENS, RowRule.IMAGES, RowRule.TILES, RowRule.PER_CALL)
+            return (RowRule.TILES, RowRule.IMAGES, RowRule.TOKENS, RowRule.PATCHES, *COUNTED_RULES)
+        return (RowRule.PATCHES, RowRule.TOKENS, RowRule.IMAGES, RowRule.TILES, *COUNTED_RULES)
 
     # What outputs decide
 
@@ -360,10 +367,19 @@ def _division(rule: RowRule, layer: str, batch: _Batch) -> list[list[int]] | Non
     if rule is RowRule.PER_CALL:
         fits = list(calls) == [rows for item in alone for rows in item] and all(len(item) == 1 for item in alone)
         return [[rows] for rows in calls] if fits and len(calls) == len(alone) else None
-    if rule not in PROPORTIONAL_RULES or any(len(item) != len(calls) for item in alone):
+    if rule is RowRule.VIEWS:
+        if not any(size.views for size in batch.sizes):
+            return None
+        alone = [item + [0] * (len(calls) - len(item)) for item in alone]  # an item may lack the later views
+    elif rule not in PROPORTIONAL_RULES:
+        return None
+    if any(len(item) != len(calls) for item in alone):
         return None
     try:
-        divisions = [rows_per_item(rule, batch.sizes, num_rows, layer=layer) for num_rows in calls]
+        divisions = [
+            rows_per_item(rule, batch.sizes, num_rows, call_index=index, layer=layer)
+            for index, num_rows in enumerate(calls)
+        ]
     except RowRuleError:
         return None
     per_call = [[item[index] for item in alone] for index in range(len(calls))]

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 PIXEL_PREFIX = "pixel_values"
-"""transformers names an item's pixel tensor `pixel_values` (images) or `pixel_values_videos`."""
+"""transformers names an item's pixel tensors `pixel_values`, `pixel_values_videos`, `pixel_values_local`."""
+
+EXTENTS = ("image_sizes", "target_sizes")
+"""Height and width of each picture, for encoders that pad pictures to one size or pack them in one strip."""
 
 
 class RowRule(StrEnum):
@@ -35,6 +38,8 @@ class RowRule(StrEnum):
     """Rows per output token of the item."""
     PER_CALL = "per_call"
     """The layer is called once per item, in order: call k holds item k's rows only."""
+    VIEWS = "views"
+    """The layer is called once per view (a pixel tensor of its own): rows per tile of that view."""
     NO_EFFECT = "no_effect"
     """The layer is not called, or nothing it computes reaches the features: a delta on it is moot."""
     UNPROVEN = "unproven"
@@ -42,7 +47,10 @@ class RowRule(StrEnum):
 
 
 PROPORTIONAL_RULES = (RowRule.PATCHES, RowRule.TILES, RowRule.IMAGES, RowRule.TOKENS)
-"""Rules that divide the rows of one call among all items."""
+"""Rules that divide the rows of any call among all items alike."""
+
+COUNTED_RULES = (RowRule.PER_CALL, RowRule.VIEWS)
+"""Rules by which it matters which call of the layer it is."""
 
 
 class SizedItem(Protocol):
@@ -57,35 +65,37 @@ class SizedItem(Protocol):
 
 @dataclass(frozen=True)
 class ItemSize:
-    """Size of one media item as an encoder sees it."""
+    """Size of one media item as an encoder sees it.
+
+    num_patches: in patches, or in any unit they are proportional to. views: tiles in each pixel tensor, for items
+    that have several (a whole picture and its parts); num_tiles is their sum.
+    """
 
     num_patches: int
     num_tiles: int
     num_tokens: int
+    views: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, item: SizedItem) -> ItemSize:
-        """Read the size off the item's pixel tensor and token count.
+        """Read the size off the item's pixel tensors and token count.
 
         (patches, d) is one tile of many patches; (tiles, 3, h, w) and (1, tiles, 3, h, w) are tiles, each
-        counted as one patch; (images, patches, d) is padded: images count as tiles. Raises RowRuleError
-        for any other shape.
+        counted as one patch, or by their area where they differ in it; (images, patches, d) is padded: images
+        count as tiles. Raises RowRuleError for any other shape.
         """
-        shape = _pixel_shape(item.tensors)
-        match len(shape):
-            case 2:
-                return cls(num_patches=shape[0], num_tiles=1, num_tokens=item.num_tokens)
-            case 3:
-                return cls(num_patches=shape[0] * shape[1], num_tiles=shape[0], num_tokens=item.num_tokens)
-            case 4:
-                return cls(num_patches=shape[0], num_tiles=shape[0], num_tokens=item.num_tokens)
-            case 5:
-                num_tiles = shape[0] * shape[1]
-                return cls(num_patches=num_tiles, num_tiles=num_tiles, num_tokens=item.num_tokens)
-        raise RowRuleError(f"pixel tensor of shape {shape} has no known layout; expected 2 to 5 dimensions")
+        pixels = [t for name, t in item.tensors.items() if name.startswith(PIXEL_PREFIX)]
+        if not pixels:
+            raise RowRuleError(f"an item needs a pixel tensor; it has the tensors {sorted(item.tensors)}")
+        if len(pixels) > 1:
+            views = tuple(_layout(x.shape)[1] for x in pixels)
+            return cls(sum(views), sum(views), item.num_tokens, views)
+        areas = _areas(item.tensors, pixels[0].shape)
+        patches, tiles = (sum(areas), len(areas)) if areas else _layout(pixels[0].shape)
+        return cls(patches, tiles, item.num_tokens)
 
-    def weight(self, rule: RowRule) -> int:
-        """The item's share under a proportional rule."""
+    def weight(self, rule: RowRule, call_index: int = 0) -> int:
+        """The item's share of the rows of a call under a rule that divides calls. `call_index`: for VIEWS."""
         match rule:
             case RowRule.PATCHES:
                 return self.num_patches
@@ -95,14 +105,39 @@ class ItemSize:
                 return 1
             case RowRule.TOKENS:
                 return self.num_tokens
+            case RowRule.VIEWS:
+                views = self.views or (self.num_tiles,)
+                return views[call_index] if call_index < len(views) else 0
         raise RowRuleError(f"row rule {rule.value!r} gives no shares")
 
 
-def _pixel_shape(tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    shapes = [tuple(t.shape) for name, t in tensors.items() if name in (PIXEL_PREFIX, f"{PIXEL_PREFIX}_videos")]
-    if len(shapes) != 1:
-        raise RowRuleError(f"an item needs exactly one pixel tensor; it has the tensors {sorted(tensors)}")
-    return shapes[0]
+def _areas(tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> list[int]:
+    """Areas of the pictures in a pixel tensor that holds several sizes: padded to one, or side by side in a strip.
+
+    Empty for other layouts, among them those whose extents are of other things (the picture before it was tiled).
+    """
+    extents = next((tensors[name] for name in EXTENTS if name in tensors), None)
+    if extents is None or len(shape) != 4:
+        return []
+    areas = extents.prod(-1).tolist()
+    num_pictures, _, height, width = shape
+    padded = len(areas) == num_pictures and extents.amax(0).tolist() == [height, width]
+    in_strip = num_pictures == 1 and sum(areas) * height == width
+    return areas if padded or in_strip else []
+
+
+def _layout(shape: Sequence[int]) -> tuple[int, int]:
+    """Patches and tiles of a pixel tensor."""
+    match len(shape):
+        case 2:
+            return shape[0], 1
+        case 3:
+            return shape[0] * shape[1], shape[0]
+        case 4:
+            return shape[0], shape[0]
+        case 5:
+            return shape[0] * shape[1], shape[0] * shape[1]
+    raise RowRuleError(f"pixel tensor of shape {tuple(shape)} has no known layout; expected 2 to 5 dimensions")
 
 
 def rows_per_item(
@@ -110,7 +145,7 @@ def rows_per_item(
 ) -> list[int]:
     """Divide `num_rows` rows of one call of `layer` among the items, in batch order.
 
-    call_index: how many times the layer was called before in this forward (PER_CALL only). A single item
+    call_index: how many times the layer was called before in this forward (COUNTED_RULES only). A single item
     owns all rows whatever the rule. Raises RowRuleError when the rule does not explain the row count
     exactly, and for NO_EFFECT and UNPROVEN, which divide nothing.
     """
@@ -118,11 +153,16 @@ def rows_per_item(
         return [num_rows]
     if rule is RowRule.PER_CALL:
         return _rows_of_call(len(sizes), num_rows, call_index, layer)
-    if rule not in PROPORTIONAL_RULES:
+    if rule not in (*PROPORTIONAL_RULES, RowRule.VIEWS):
         raise RowRuleError(
             f"layer {layer}: its {num_rows} rows cannot be divided among {len(sizes)} items (row rule {rule.value!r})"
         )
-    return _proportional_rows(rule, [size.weight(rule) for size in sizes], num_rows, layer)
+    return _proportional_rows(rule, [size.weight(rule, call_index) for size in sizes], num_rows, layer)
+
+
+def num_calls(rule: RowRule, sizes: Sequence[ItemSize]) -> int:
+    """How often a layer is called in one forward over the items, under one of COUNTED_RULES."""
+    return len(sizes) if rule is RowRule.PER_CALL else max(1, *(len(size.views) for size in sizes))
 
 
 def _rows_of_call(num_items: int, num_rows: int, call_index: int, layer: str) -> list[int]:
