@@ -42,17 +42,25 @@ class LayerKind(StrEnum):
     """A norm with a weight (width,) and perhaps a bias; each row by itself."""
     EMBEDDING = "embedding"
     """The token embedding (in_features: the vocabulary); rows are token ids."""
+    EXPERTS = "experts"
+    """One bare 3-D `nn.Parameter` (experts, out, in) of a mixture: rows are tokens, each seen by its own experts."""
+    ROUTER = "router"
+    """What chooses a token's experts: a weight (experts, width) in a module that is no plain `nn.Linear`."""
 
 
-FACTOR_KINDS = frozenset({LayerKind.LINEAR, LayerKind.MATMUL, LayerKind.CONV, LayerKind.EMBEDDING})
+FACTOR_KINDS = frozenset(LayerKind) - {LayerKind.NORM}
 """Kinds of layer that take factors A and B; a norm can only be replaced."""
+
+BARE_KINDS = frozenset({LayerKind.MATMUL, LayerKind.EXPERTS})
+"""Kinds of layer that are a parameter of a module themselves."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """One adaptable layer of the loaded model.
 
-    `name` is the module path, as in `model.named_modules()` (for MATMUL: path of the parameter).
+    `name` is the module path, as in `model.named_modules()` (for `BARE_KINDS`: path of the parameter).
+    num_experts: of EXPERTS, whose features are those of one expert.
     """
 
     name: str
@@ -60,6 +68,7 @@ class LayerSpec:
     kind: LayerKind
     in_features: int
     out_features: int
+    num_experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,8 @@ class ModelLayers:
 class Delta:
     """What one adapter adds to one layer: `y += scaling * (x Aᵀ) Bᵀ`.
 
-    a: (rank, in_features), b: (out_features, rank), both contiguous, in the engine's dtype and device.
+    a: (rank, in_features), b: (out_features, rank), both contiguous, in the engine's dtype and device; for EXPERTS
+    with one dimension more in front, the expert's index.
     """
 
     layer: str
@@ -97,7 +107,7 @@ class Delta:
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return self.a.shape[-2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by field name; `with_tensors` puts others in their place."""

@@ -85,8 +85,10 @@ def _replaced_and_factored(fit: LayerFit, layers: ModelLayers, dtype: torch.dtyp
 
 
 def _merged(fit: LayerFit, weight: torch.Tensor) -> torch.Tensor:
-    """W + scaling · B A as (out, inputs), in float32 on the CPU."""
+    """W + scaling · B A as (out, inputs), of EXPERTS with the expert first, in float32 on the CPU."""
     w_oi = weight.detach().cpu().float()
+    if fit.spec.kind is LayerKind.EXPERTS:
+        return torch.baddbmm(w_oi, fit.b.float(), fit.a.float(), alpha=fit.scaling)
     w_oi = w_oi.T if fit.spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING) else w_oi.flatten(1)
     return torch.addmm(w_oi, fit.b.float(), fit.a.float(), alpha=fit.scaling)
 

@@ -72,8 +72,8 @@ def _sum(members: Sequence[tuple[float, LayerFit]]) -> LayerFit:
     return LayerFit(
         spec=first.spec,
         trained_name=first.trained_name,
-        a=torch.cat([fit.a.float() * (weight * fit.scaling) for weight, fit in members]),
-        b=torch.cat([fit.b.float() for _, fit in members], dim=1),
+        a=torch.cat([fit.a.float() * (weight * fit.scaling) for weight, fit in members], dim=-2),
+        b=torch.cat([fit.b.float() for _, fit in members], dim=-1),
         scaling=1.0,
         num_tensors=sum(fit.num_tensors for _, fit in members),
     )

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polylens.adapters.experts import fit_experts, join_experts
 from polylens.adapters.fused import join_parts, split_whole
 from polylens.adapters.layer_fit import LayerFit
 from polylens.adapters.names import Found, LayerNames
 from polylens.adapters.options import DEFAULT_EMBEDDING, Refusal
 from polylens.adapters.pairs import pair_tensors
 from polylens.adapters.patterns import ALL_LINEAR, is_targeted, pattern_fault
-from polylens.core import FACTOR_KINDS, LayerKind
+from polylens.core import BARE_KINDS, FACTOR_KINDS, LayerKind
 from polylens.errors import AdapterMismatchError, AdapterUnsupportedError
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ class _Fitting:
         self._problems += paired.problems
         self._unsupported += paired.unsupported
         self._num_copies += paired.num_repeated
-        joined, wrong, pairs = join_parts(paired.pairs, self._options, self._names.layer)
-        self._problems += wrong
-        for fit in joined:
+        experts, wrong_experts, pairs = join_experts(paired.pairs, self._options, self._names.experts)
+        joined, wrong_parts, pairs = join_parts(pairs, self._options, self._names.layer)
+        self._problems += wrong_experts + wrong_parts
+        for fit in experts + joined:
             self._fits[fit.spec.name] = fit
         for pair in pairs:
             self._add_pair(pair)
@@ -78,11 +80,12 @@ class _Fitting:
         warnings = _warnings(ordered, self._options, self._layers)
         return Fit(ordered, tuple(self._problems), tuple(self._unsupported), warnings, self._num_copies)
 
-    def _spec_of(self, module: str, option: str) -> LayerSpec | None:
-        """The layer of a module path; None, and why is noted, where there is none."""
+    def _spec_of(self, module: str, option: str, parameter: str | None = None) -> LayerSpec | None:
+        """The layer of a module path; None, and why is noted, where there is none. parameter: which of the experts'."""
         found = self._names.find(module)
         if isinstance(found, Found):
-            return found.spec
+            named = [spec for spec in found.experts if spec.name.endswith(f".{parameter}")]
+            return named[0] if named else found.spec
         if found.module_type is not None:
             self._unsupported.append(Refusal(option, found.reason))
         else:
@@ -97,29 +100,33 @@ class _Fitting:
         spec = self._spec_of(pair.module, "target_modules")
         if spec is None:
             return
+        if spec.kind is LayerKind.EXPERTS:
+            self._keep(pair, *fit_experts(pair, self._names.experts(pair.module), self._options), len(pair.names))
+            return
         if refusal := _pair_refusal(pair, spec):
             self._unsupported.append(refusal)
             return
         self._add_fit(pair, spec, len(pair.names) or 2)
 
     def _add_fit(self, pair: FactorPair, spec: LayerSpec, num_tensors: int) -> None:
-        fit, wrong = _fit_layer(pair, spec, self._options)
+        self._keep(pair, *_fit_layer(pair, spec, self._options), num_tensors)
+
+    def _keep(self, pair: FactorPair, fit: LayerFit | None, wrong: str, num_tensors: int) -> None:
         if fit is None:
             self._problems.append(wrong)
-        elif spec.name in self._fits:
-            other = self._fits[spec.name].trained_name
-            self._problems.append(f"{other} and {pair.module} are the same layer {spec.name}")
+        elif (name := fit.spec.name) in self._fits:
+            self._problems.append(f"{self._fits[name].trained_name} and {pair.module} are the same layer {name}")
         else:
-            self._fits[spec.name] = replace(fit, num_tensors=num_tensors)
+            self._fits[name] = replace(fit, num_tensors=num_tensors)
 
     def _add_whole(self, part: WholeTensor) -> None:
-        spec = self._spec_of(part.module, "modules_to_save")
+        spec = self._spec_of(part.module, "modules_to_save", part.parameter)
         if spec is None:
             return
-        role = "weight" if spec.kind is LayerKind.MATMUL else part.parameter
+        role = "weight" if spec.kind in BARE_KINDS else part.parameter
         expected = expected_shape(spec, role, self._layers)
         wrong = None
-        if spec.kind is LayerKind.MATMUL and part.parameter != spec.name.rpartition(".")[2]:
+        if spec.kind in BARE_KINDS and part.parameter != spec.name.rpartition(".")[2]:
             wrong = f"{part.name}: {part.module} has no such parameter that polylens can replace"
         elif expected is None:
             wrong = f"{part.name}: the model's layer {spec.name} has no {part.parameter}"
@@ -189,7 +196,7 @@ class _Fitting:
 
 def parameter_name(spec: LayerSpec, role: str) -> str:
     """The name of a layer's weight or bias in the model's state."""
-    return spec.name if spec.kind is LayerKind.MATMUL else f"{spec.name}.{role}"
+    return spec.name if spec.kind in BARE_KINDS else f"{spec.name}.{role}"
 
 
 def expected_shape(spec: LayerSpec, role: str, layers: ModelLayers) -> tuple[int, ...] | None:
@@ -279,6 +286,8 @@ def _fit_layer(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> tuple
             f"{pair.module}: the file's factors are for {a.shape[1]} inputs and {b.shape[0]} outputs, "
             f"the model's layer has {spec.in_features} and {spec.out_features}"
         )
+    if spec.kind is LayerKind.ROUTER and is_targeted(options.target_parameters, f"{trained_name}.weight"):
+        trained_name = f"{trained_name}.weight"
     rank = options.rank_of(trained_name)
     if a.shape[0] != rank:
         overlap = len(options.ranks.matching(trained_name))

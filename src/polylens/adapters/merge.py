@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.core import Delta, LayerKind, Replacement, ScaledDelta, TokenRows
+from polylens.core import BARE_KINDS, Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def merged_weight(weight: torch.Tensor, delta: Delta, kind: LayerKind) -> torch.Tensor:
     """The weight that acts like `weight` with `delta` applied, in the dtype of `weight`.
 
-    LINEAR, weight (out, in): W + scaling · B A, each output then scaled where the delta says so. CONV: the same
-    over flattened patches. MATMUL, EMBEDDING, weight (in, out): W + scaling · (B A)ᵀ. Computed in float32 and
-    rounded once.
+    LINEAR, ROUTER, weight (out, in): W + scaling · B A, each output then scaled where the delta says so. CONV: the
+    same over flattened patches. EXPERTS, weight (experts, out, in): the same for each expert. MATMUL, EMBEDDING,
+    weight (in, out): W + scaling · (B A)ᵀ. Computed in float32 and rounded once.
     """
     update_oi = (delta.b.float() @ delta.a.float()) * delta.scaling
     if kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
@@ -49,7 +49,7 @@ def merged_bias(bias: torch.Tensor | None, delta: ScaledDelta) -> torch.Tensor |
 
 def weight_key(layer: str, kind: LayerKind) -> str:
     """The name of a layer's weight in a state dict."""
-    return layer if kind is LayerKind.MATMUL else f"{layer}.weight"
+    return layer if kind in BARE_KINDS else f"{layer}.weight"
 
 
 def merged_parameters(

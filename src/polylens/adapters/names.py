@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from polylens.core import LayerKind
+from polylens.adapters.experts import are_experts
+from polylens.core import BARE_KINDS, LayerKind
 
 if TYPE_CHECKING:
     from polylens.core import LayerSpec, ModelLayers
@@ -24,9 +25,10 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Found:
-    """The layer a path means."""
+    """The layer a path means. experts: all parameters of the experts that it means, of which `spec` is the first."""
 
     spec: LayerSpec
+    experts: tuple[LayerSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class LayerNames:
         self._targets: dict[str, list[LayerSpec]] = {}
         for spec in layers.specs.values():
             # PEFT names a bare parameter's factors after the module that owns it (`target_parameters`).
-            path = spec.name.rpartition(".")[0] if spec.kind is LayerKind.MATMUL else spec.name
+            path = spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name
             self._targets.setdefault(path, []).append(spec)
+            if spec.kind is LayerKind.EXPERTS:
+                self._targets.setdefault(spec.name, []).append(spec)
 
     def find(self, module: str) -> Found | NotFound:
         """The one layer `module` means: under its own name, renamed, or without what wrappers add in front."""
@@ -73,7 +77,14 @@ class LayerNames:
                 return specs[0] if not hits and len(specs) == 1 else None
         return None
 
+    def experts(self, module: str) -> tuple[LayerSpec, ...]:
+        """The parameters of the experts that `module` means; empty where it means none."""
+        found = self.find(module)
+        return found.experts if isinstance(found, Found) else ()
+
     def _only(self, module: str, specs: list[LayerSpec]) -> Found | NotFound:
+        if are_experts(specs):
+            return Found(specs[0], tuple(specs))
         if len(specs) > 1:
             listed = ", ".join(spec.name for spec in specs)
             return NotFound(f"{module} owns several parameters ({listed}); which one is meant cannot be told")

@@ -105,7 +105,7 @@ class _Sorting:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._slots: dict[str, dict[str, list[str]]] = {}
+        self._slots: dict[tuple[str, int], dict[str, list[str]]] = {}
         self._whole: dict[tuple[str, str], WholeTensor] = {}
         self._tokens: dict[str, TrainedTokens] = {}
         self._originals: list[tuple[str, tuple[str, str]]] = []
@@ -121,7 +121,7 @@ class _Sorting:
             listed = ", ".join(sorted(name or "(no name)" for name in self._adapter_names))
             self._problems.append(f"the file holds tensors of more than one adapter name: {listed}")
         pairs = []
-        for module, found in self._slots.items():
+        for (module, _), found in self._slots.items():
             wrong = _module_problems(module, found, self._tensors)
             self._problems += wrong
             if not wrong:
@@ -150,7 +150,9 @@ class _Sorting:
         slot, adapter = _slot_of(match)
         if slot != "magnitude":  # PEFT's own files leave the name out of magnitudes where factors have it
             self._adapter_names.add(adapter)
-        self._slots.setdefault(trained_path(match["module"]), {}).setdefault(slot, []).append(name)
+        # PEFT nests the wrappers of a module's parameters: the factors of the first are those of `base_layer`.
+        depth = match["module"].count(".base_layer")
+        self._slots.setdefault((trained_path(match["module"]), depth), {}).setdefault(slot, []).append(name)
 
     def _add_tokens(self, name: str, module: str) -> None:
         if module in self._tokens:
@@ -179,7 +181,9 @@ def trained_path(path: str) -> str:
     """A module's path in the model that was trained, without what PEFT and wrappers around it add."""
     bare = ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
     bare = bare.removeprefix("module.").removeprefix(PEFT_PREFIX).removeprefix("module.")
-    return bare.removesuffix(".base_layer")
+    while bare.endswith(".base_layer"):
+        bare = bare.removesuffix(".base_layer")
+    return bare
 
 
 def _slot_of(match: re.Match[str]) -> tuple[str, str | None]:

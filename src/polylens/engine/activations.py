@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.core import LayerKind
+from polylens.core import BARE_KINDS, LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,9 +65,10 @@ def _record(
     recorded: Recorded = defaultdict(list)
     specs = llm.loaded.layers.specs
 
-    def hook_for(layer: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
-        def hook(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-            output = output.detach()
+    def hook_for(layer: str) -> Callable[[nn.Module, object, torch.Tensor | tuple[torch.Tensor, ...]], None]:
+        def hook(_module: nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            # A router also says which experts it chose; its scores come first.
+            output = (output[0] if isinstance(output, tuple) else output).detach()
             # A patch embedding's rows are its leading index, a patch or a whole tile.
             is_convolution = specs[layer].kind is LayerKind.CONV
             rows_no = output.flatten(1) if is_convolution else output.reshape(-1, output.shape[-1])
@@ -88,4 +89,4 @@ def _record(
 
 def _module_of(spec: LayerSpec) -> str:
     """The module whose output is the layer's: for a bare parameter, the module that multiplies with it."""
-    return spec.name.rpartition(".")[0] if spec.kind is LayerKind.MATMUL else spec.name
+    return spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name

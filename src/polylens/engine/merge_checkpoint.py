@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 
 from polylens.adapters.load import load_adapter
 from polylens.adapters.merge import merged_parameters, weight_key
-from polylens.core import LayerKind
+from polylens.core import BARE_KINDS, LayerKind
 from polylens.errors import ModelLoadError
 from polylens.models.outline import outline_model
 
 if TYPE_CHECKING:
     from polylens.adapters.load import LoadReport
-    from polylens.core import Adapter, ModelLayers
+    from polylens.core import Adapter, LayerSpec, ModelLayers
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ def merge_checkpoint(
     weights = CheckpointWeights(source, layers)
     layers = replace(layers, parameters=weights)
     loaded, report = load_adapter(adapter, layers, name="merged", dtype=torch.float32, device="cpu")
-    weights.check_stored(loaded)
+    weights.check_stored(loaded, layers.specs)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         work = Path(temporary) / "checkpoint"
@@ -115,11 +115,13 @@ class CheckpointWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.stored) + len(self.tied)
 
-    def check_stored(self, adapter: Adapter) -> None:
+    def check_stored(self, adapter: Adapter, specs: Mapping[str, LayerSpec]) -> None:
         """Raise ModelLoadError unless every weight that changes is a tensor of the checkpoint."""
         for layer in adapter.deltas:
             if layer not in self and f"{layer}.weight" not in self:
                 raise ModelLoadError(f"the checkpoint does not store the weight of {layer} as one tensor")
+            if specs[layer].kind is LayerKind.EXPERTS and specs[layer].in_features == specs[layer].out_features:
+                raise ModelLoadError(f"{layer}: whether the checkpoint stores inputs or outputs first cannot be told")
 
 
 def model_name(key: str, layers: ModelLayers) -> str:
@@ -184,10 +186,15 @@ class _Writer:
         return changed.contiguous()
 
     def _parameters(self, layer: str) -> dict[str, torch.Tensor]:
-        kind = self._layers.specs[layer].kind
+        spec = self._layers.specs[layer]
+        kind = spec.kind
         weight = self._weights[weight_key(layer, kind)]
-        bias = None if kind is LayerKind.MATMUL else self._weights.get(f"{layer}.bias")
-        return merged_parameters(self._adapter.deltas[layer], kind, weight, bias)
+        bias = None if kind in BARE_KINDS else self._weights.get(f"{layer}.bias")
+        if kind is not LayerKind.EXPERTS or weight.shape[1:] == (spec.out_features, spec.in_features):
+            return merged_parameters(self._adapter.deltas[layer], kind, weight, bias)
+        # Published Qwen3-VL-MoE checkpoints store experts with inputs first; transformers turns them when loading.
+        merged = merged_parameters(self._adapter.deltas[layer], kind, weight.transpose(1, 2), bias)
+        return {role: value.transpose(1, 2) for role, value in merged.items()}
 
     def _unties(self, head: str, own: str) -> bool:
         return head in self._layer_of or own in self._layer_of

@@ -26,7 +26,7 @@ from polylens.adapters.names import Found, LayerNames, NotFound
 from polylens.adapters.pairs import PEFT_PREFIX, pair_tensors
 from polylens.adapters.read import CONFIG_FILE, SAFETENSORS_FILE, find_adapter, read_adapter, read_config
 from polylens.config import EngineConfig
-from polylens.core import LayerKind
+from polylens.core import BARE_KINDS, LayerKind
 from polylens.engine.llm import LLM
 from polylens.errors import AdapterMismatchError
 from polylens.models.components import module_path
@@ -76,7 +76,7 @@ def _merge_ourselves(loaded: LoadedModel, path: str | Path) -> None:
         kind = loaded.layers.specs[name].kind
         owner_path, _, weight_name = weight_key(name, kind).rpartition(".")
         owner = loaded.model.get_submodule(owner_path)
-        bias = None if kind is LayerKind.MATMUL else getattr(owner, "bias", None)
+        bias = None if kind in BARE_KINDS else getattr(owner, "bias", None)
         for role, tensor in merged_parameters(change, kind, owner.get_parameter(weight_name), bias).items():
             own_name = weight_name if role == "weight" else role
             setattr(owner, own_name, torch.nn.Parameter(tensor, requires_grad=False))
@@ -172,14 +172,14 @@ class _Part:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Under the names that PEFT writes today: after a module, also where the layer is a parameter of it."""
         owner, _, _ = self.spec.name.rpartition(".")
-        module = owner if self.spec.kind is LayerKind.MATMUL else self.spec.name
+        module = owner if self.spec.kind in BARE_KINDS else self.spec.name
         return {f"{PEFT_PREFIX}{module}.{suffix}": tensor for suffix, tensor in self.by_suffix.items()}
 
     @property
     def trained_name(self) -> str:
         """What PEFT matched patterns against in training."""
         parameter = self.spec.name.rpartition(".")[2]
-        return f"{self.module}.{parameter}" if self.spec.kind is LayerKind.MATMUL else self.module
+        return f"{self.module}.{parameter}" if self.spec.kind in BARE_KINDS else self.module
 
 
 def _parts(loaded: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> list[_Part]:
@@ -210,8 +210,8 @@ def _renamed_config(config: Mapping[str, Any], parts: Sequence[_Part]) -> dict[s
     saved = {part.spec.name for part in parts if not part.factors and not config.get("trainable_token_indices")}
     return {
         **config,
-        "target_modules": [f.spec.name for f in factors if f.spec.kind is not LayerKind.MATMUL],
-        "target_parameters": [f.spec.name for f in factors if f.spec.kind is LayerKind.MATMUL] or None,
+        "target_modules": [f.spec.name for f in factors if f.spec.kind not in _PARAMETER_KINDS],
+        "target_parameters": _renamed_parameters(config, factors) or None,
         "rank_pattern": _renamed_patterns(config.get("rank_pattern") or {}, factors),
         "alpha_pattern": _renamed_patterns(config.get("alpha_pattern") or {}, factors),
         "modules_to_save": sorted(saved) if config.get("modules_to_save") else None,
@@ -219,6 +219,18 @@ def _renamed_config(config: Mapping[str, Any], parts: Sequence[_Part]) -> dict[s
         "layers_pattern": None,
         "exclude_modules": None,
     }
+
+
+_PARAMETER_KINDS = BARE_KINDS | {LayerKind.ROUTER}
+"""What PEFT reaches through `target_parameters` in today's transformers."""
+
+
+def _renamed_parameters(config: Mapping[str, Any], factors: Sequence[_Part]) -> list[str]:
+    kinds = {factor.spec.kind for factor in factors}
+    # Which of a module's experts' parameters have factors is told by their shapes only; names match by their ends.
+    kept = list(config.get("target_parameters") or []) if LayerKind.EXPERTS in kinds else []
+    bare = [f.spec.name for f in factors if f.spec.kind is LayerKind.MATMUL]
+    return [*kept, *bare, *(f"{f.spec.name}.weight" for f in factors if f.spec.kind is LayerKind.ROUTER)]
 
 
 def _renamed_patterns(patterns: dict[str, Any], factors: Sequence[_Part]) -> dict[str, Any]:

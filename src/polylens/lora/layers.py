@@ -19,6 +19,7 @@ from polylens.core import Change, Delta, LayerKind, LayerSpec, Replacement
 from polylens.errors import InternalError, ModelLoadError, PolylensError, RowRuleError
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel, Way
+from polylens.lora.experts import ExpertsModule
 from polylens.lora.modules import EmbeddingModule, RowsModule, with_parameters
 from polylens.lora.ops import Scratch, apply_factored_, apply_fused_
 from polylens.lora.routing import DeltaRows
@@ -325,12 +326,23 @@ class _CatchMatmul(TorchFunctionMode):
 _OTHER_KINDS: Mapping[LayerKind, type[RowsModule] | type[EmbeddingModule]] = {
     LayerKind.CONV: RowsModule,
     LayerKind.NORM: RowsModule,
+    LayerKind.ROUTER: RowsModule,
     LayerKind.EMBEDDING: EmbeddingModule,
 }
 
 
-def _wrap_others(model: nn.Module, layers: Iterable[_Layer], wrapped: WrappedLayers) -> None:
-    """Wrap patch embeddings, norms and the token embedding."""
+def _wrap_others(model: nn.Module, layers: Sequence[_Layer], wrapped: WrappedLayers) -> None:
+    """Wrap patch embeddings, norms, routers and the token embedding, and the modules that own experts."""
+    owners: dict[str, dict[str, LayerSpec]] = {}
+    for layer in layers:
+        if layer.spec.kind is LayerKind.EXPERTS:
+            path, _, parameter = layer.spec.name.rpartition(".")
+            owners.setdefault(path, {})[parameter] = layer.spec
+    for path, specs in owners.items():
+        first = next(iter(specs.values()))
+        module = _module(model, path, first)
+        _refuse_twice(module, first)
+        wrapped._replace_forward(module, ExpertsModule(module, specs, layers[0].ctx).forward)
     for layer in layers:
         kind = _OTHER_KINDS.get(layer.spec.kind)
         if kind is not None:
@@ -354,5 +366,5 @@ def _check_shape(spec: LayerSpec, shape: tuple[int, ...], *, in_first: bool) -> 
 
 def _refuse_twice(module: nn.Module, spec: LayerSpec) -> None:
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
-    if isinstance(owner, _PlainLinear | _OpaqueLinear | _MatmulOwner | RowsModule | EmbeddingModule):
+    if isinstance(owner, _PlainLinear | _OpaqueLinear | _MatmulOwner | RowsModule | EmbeddingModule | ExpertsModule):
         raise InternalError(f"layer {spec.name} is wrapped already; unwrap it first")

@@ -1,4 +1,4 @@
-"""Adapted modules that are not linear layers: patch embeddings, norms and the token embedding.
+"""Adapted modules that are not linear layers: patch embeddings, norms, routers and the token embedding.
 
 They are few or cheap beside the linear layers, and seldom trained. So the base module runs on all rows, and what
 an adapter changes is computed anew on that adapter's rows. `RoutingContext.special` lets all of them be passed
@@ -35,8 +35,8 @@ def with_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> I
         module._parameters.update(before)
 
 
-class RowsModule:
-    """A norm or a patch embedding: rows of an adapter are computed with that adapter's parameters."""
+class SpecialModule:
+    """What the wrappers of single modules share."""
 
     def __init__(self, module: nn.Module, spec: LayerSpec, rule: RowRule, ctx: RoutingContext) -> None:
         self._module = module
@@ -45,18 +45,26 @@ class RowsModule:
         self._ctx = ctx
         self._base = module.forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+
+class RowsModule(SpecialModule):
+    """A norm, a patch embedding or a router: rows of an adapter are computed with that adapter's parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._ctx.special or not self._ctx.has_delta(self._spec.name):
             return self._base(*args, **kwargs)
         input = self._only_tensor(args, kwargs)
         x = self._as_rows(input)
         rows = self._ctx.delta_rows(self._spec, self._rule, x.shape[0])
-        y = self._base(input).contiguous()
-        out = y.view(-1, *y.shape[1:]) if self._spec.kind is LayerKind.CONV else y.view(-1, y.shape[-1])
+        y = self._base(input)
+        # A router puts out a tuple: every expert's score, the chosen ones' weights and which they are.
+        outputs = tuple(part.contiguous() for part in (y if isinstance(y, tuple) else (y,)))
+        views = [self._as_output_rows(part, x.shape[0]) for part in outputs]
         for change, start, stop in rows:
             with with_parameters(self._module, self._parameters_of(change)):
-                out[start:stop] = self._base(x[start:stop])
-        return y
+                own = self._base(x[start:stop])
+            for view, part in zip(views, own if isinstance(own, tuple) else (own,), strict=True):
+                view[start:stop] = part
+        return outputs if isinstance(y, tuple) else outputs[0]
 
     def _only_tensor(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         given = (*args, *kwargs.values())
@@ -64,13 +72,21 @@ class RowsModule:
             raise RowRuleError(
                 f"layer {self._spec.name}: called with {len(given)} arguments, of which rows are unknown"
             )
-        if self._spec.kind is LayerKind.NORM and given[0].shape[-1] != self._spec.in_features:
+        if self._spec.kind is not LayerKind.CONV and given[0].shape[-1] != self._spec.in_features:
             raise RowRuleError(f"layer {self._spec.name}: called on {tuple(given[0].shape)}, which are not its vectors")
         return given[0]
 
     def _as_rows(self, input: torch.Tensor) -> torch.Tensor:
-        """The input with its rows as the first dimension: vectors of a norm, patches or tiles of a convolution."""
+        """The input with its rows as the first dimension: vectors, or a convolution's patches or tiles."""
         return input if self._spec.kind is LayerKind.CONV else input.reshape(-1, input.shape[-1])
+
+    def _as_output_rows(self, output: torch.Tensor, num_rows: int) -> torch.Tensor:
+        if self._spec.kind is LayerKind.CONV:
+            return output
+        rows = output.view(-1, output.shape[-1])
+        if len(rows) != num_rows:
+            raise RowRuleError(f"layer {self._spec.name}: {num_rows} rows became {tuple(output.shape)}")
+        return rows
 
     def _parameters_of(self, change: Change) -> dict[str, torch.Tensor]:
         own = self._module._parameters
@@ -80,15 +96,8 @@ class RowsModule:
         return merged_parameters(change, self._spec.kind, weight, own.get("bias"))
 
 
-class EmbeddingModule:
+class EmbeddingModule(SpecialModule):
     """The token embedding; rows are token ids. A vocabulary's weight is never built anew."""
-
-    def __init__(self, module: nn.Module, spec: LayerSpec, rule: RowRule, ctx: RoutingContext) -> None:
-        self._module = module
-        self._spec = spec
-        self._rule = rule
-        self._ctx = ctx
-        self._base = module.forward
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = self._base(input)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import cache
 from typing import TYPE_CHECKING
@@ -43,10 +44,11 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
     """
     locate = _component_finder(model)
     specs = {spec.name: spec for spec in _layer_specs(model, locate)}
+    owners = {spec.name.rpartition(".")[0] for spec in specs.values() if spec.kind is LayerKind.EXPERTS}
     others = {
         name: type(module).__name__
         for name, module in model.named_modules()
-        if name not in specs and next(module.parameters(recurse=False), None) is not None
+        if name not in specs and name not in owners and next(module.parameters(recurse=False), None) is not None
     }
     return ModelLayers(
         specs=specs,
@@ -63,8 +65,18 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
 def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> Iterator[LayerSpec]:
     matmul_parameters = notes_for(model.config.model_type).matmul_parameters
     for name, module in model.named_modules():
+        if _is_router(module) and locate(name) is Component.LANGUAGE_MODEL:
+            num_experts, width = module.get_parameter("weight").shape
+            yield LayerSpec(name, locate(name), LayerKind.ROUTER, width, num_experts)
+            continue
         if isinstance(module, nn.Linear):
             yield LayerSpec(name, locate(name), LayerKind.LINEAR, module.in_features, module.out_features)
+            continue
+        if _are_experts(module) and locate(name) is Component.LANGUAGE_MODEL:
+            for parameter in EXPERT_PARAMETERS:
+                num_experts, out, inputs = module.get_parameter(parameter).shape
+                path = f"{name}.{parameter}"
+                yield LayerSpec(path, locate(path), LayerKind.EXPERTS, inputs, out, num_experts)
             continue
         if other := _other_spec(name, module, model, locate):
             yield other
@@ -93,6 +105,32 @@ def _other_spec(
             return None
         return LayerSpec(name, locate(name), LayerKind.NORM, len(weight), len(weight))
     return None
+
+
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""Of transformers' experts: y = down (act(gate x) * up x), gate and up in one tensor, experts first."""
+
+_ROUTER_NAME = re.compile(r"(?:Router|Gate)$")
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether the module is a mixture's experts as most families have them: weights (experts, out, in), no biases.
+
+    Those with another order of dimensions, biases or norms between are left to `other_modules`.
+    """
+    own = module._parameters
+    three = [weight for name in EXPERT_PARAMETERS if (weight := own.get(name)) is not None and weight.dim() == 3]
+    if len(three) != len(own) or len(own) != len(EXPERT_PARAMETERS):
+        return False
+    takes = list(inspect.signature(type(module).forward).parameters)[1:]
+    plain = not any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm"))
+    return takes == ["hidden_states", "top_k_index", "top_k_weights"] and plain and getattr(module, "has_gate", True)
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Whether the module scores and chooses experts by one weight (experts, width): transformers names them so."""
+    weight = module._parameters.get("weight")
+    return bool(_ROUTER_NAME.search(type(module).__name__)) and weight is not None and weight.dim() == 2
 
 
 def _is_linear_over_patches(module: nn.Conv2d | nn.Conv3d) -> bool:
