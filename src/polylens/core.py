@@ -40,6 +40,8 @@ class LayerKind(StrEnum):
     in_features: values of one patch. One row is one leading index of its input: a patch, or a whole tile."""
     NORM = "norm"
     """A norm with a weight (width,) and perhaps a bias; each row by itself."""
+    HEAD_NORM = "head_norm"
+    """A norm of another width inside the text model (of queries and keys, head by head); rows are tokens."""
     EMBEDDING = "embedding"
     """The token embedding (in_features: the vocabulary); rows are token ids."""
     EXPERTS = "experts"
@@ -48,7 +50,7 @@ class LayerKind(StrEnum):
     """What chooses a token's experts: a weight (experts, width) in a module that is no plain `nn.Linear`."""
 
 
-FACTOR_KINDS = frozenset(LayerKind) - {LayerKind.NORM}
+FACTOR_KINDS = frozenset(LayerKind) - {LayerKind.NORM, LayerKind.HEAD_NORM}
 """Kinds of layer that take factors A and B; a norm can only be replaced."""
 
 BARE_KINDS = frozenset({LayerKind.MATMUL, LayerKind.EXPERTS})

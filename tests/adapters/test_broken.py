@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polylens.adapters.registry import AdapterRegistry
+from polylens.adapters import load_adapter
+from polylens.core import Adapter, ModelLayers
 from polylens.errors import AdapterError
 from tests.adapters.fake_layers import IN, LANGUAGE, OUT, TOWER, config, factors, fake_layers, write_adapter
 
@@ -133,14 +134,15 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 def test_broken_adapters(tmp_path: Path, name: str) -> None:
     BROKEN[name](tmp_path / "broken")
     whole(tmp_path / "good")
-    registry = AdapterRegistry(fake_layers(), torch.float32, "cpu")
+    layers = fake_layers()
     with pytest.raises(AdapterError) as caught:
-        registry.load("broken", tmp_path / "broken")
+        load(tmp_path / "broken", layers)
     message = str(caught.value)
     assert message
     assert "\n" not in message
     assert len(message) < 1200
-    assert registry.names() == ()
-    assert registry.resident_bytes() == 0
-    registry.load("good", tmp_path / "good")
-    assert registry.names() == ("good",)
+    assert len(load(tmp_path / "good", layers).deltas) == 2
+
+
+def load(folder: Path, layers: ModelLayers) -> Adapter:
+    return load_adapter(folder, layers, name="a", dtype=torch.float32, device="cpu")[0]

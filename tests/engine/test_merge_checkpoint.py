@@ -47,6 +47,14 @@ def test_equals_peft(checkpoint: CheckpointOf, tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()].count("out") == 1
 
 
+@pytest.mark.parametrize("kind", ["experts", "experts and router"])
+def test_experts_that_are_stored_inputs_first(kind: str, checkpoint: CheckpointOf, tmp_path: Path) -> None:
+    model = checkpoint("qwen3_vl_moe")
+    adapter = make_special(model, tmp_path / "adapter", kind, seed=5)
+    merge_checkpoint(model, adapter, tmp_path / "out")
+    assert_same(state_of(tmp_path / "out"), peft_state(model, adapter))
+
+
 def test_several_shards_in_the_checkpoints_own_dtype(checkpoint: CheckpointOf, tmp_path: Path) -> None:
     model = tmp_path / "model"
     base = AutoModelForImageTextToText.from_pretrained(checkpoint("gemma3"), dtype=torch.bfloat16)

@@ -104,7 +104,7 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 def _qwen3_vl_moe(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A dense layer between two of experts."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
     config = Qwen3VLMoeConfig(
         text_config=text_config(tokenizer, "<|im_end|>", **QWEN3_TEXT, **experts),
         vision_config={**QWEN3_VISION, **DEEPSTACK},

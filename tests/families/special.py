@@ -73,11 +73,38 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
 }
 """Kinds of adapter by name: a model to the options of its `LoraConfig`."""
 
+EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+INNER_NORMS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+    "head norms": lambda model: {"target_modules": ["k_proj"], "modules_to_save": ["q_norm", "k_norm"]},
+}
+"""Of families that norm queries and keys."""
+
+MIXTURES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+    "experts": lambda model: {"target_modules": ["o_proj"], "target_parameters": EXPERT_PARAMETERS},
+    "experts and router": lambda model: {
+        "target_modules": [],
+        "target_parameters": [*EXPERT_PARAMETERS, "gate.weight"],
+        "rank_pattern": {"gate_up_proj": 5},
+        "use_rslora": True,
+    },
+    "experts saved": lambda model: {"target_modules": ["o_proj"], "modules_to_save": ["experts", "gate"]},
+}
+"""Of families with experts."""
+
+_ALL_KINDS = {**SPECIAL, **INNER_NORMS, **MIXTURES}
+
+
+def kinds_of(family: str) -> tuple[str, ...]:
+    """The kinds that a family has layers for."""
+    inner = INNER_NORMS if family in ("qwen3_vl", "qwen3_vl_moe", "gemma3") else {}
+    return (*SPECIAL, *inner, *(MIXTURES if family == "qwen3_vl_moe" else {}))
+
 
 def make_special(checkpoint: str | Path, folder: str | Path, kind: str, *, rank: int = 3, seed: int = 0) -> Path:
     """Write an adapter of the kind with random values for all that it trains; return its folder."""
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **SPECIAL[kind](model)))
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **_ALL_KINDS[kind](model)))
     _randomise(adapted, seed)
     adapted.save_pretrained(str(folder))
     return Path(folder)

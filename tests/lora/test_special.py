@@ -192,3 +192,41 @@ def test_a_norm_used_otherwise_is_no_norm_of_rows() -> None:
             model.m(randn(WIDTH, 4))
         with pytest.raises(RowRuleError, match="gives it 4 rows"):
             model.m(randn(5, WIDTH))
+
+
+HEADS = 4
+
+
+class Attention(nn.Module):
+    """Query norms as families have them: heads behind tokens, or before them."""
+
+    def __init__(self, heads_first: bool) -> None:
+        super().__init__()
+        self.m = nn.LayerNorm(WIDTH)
+        self._heads_first = heads_first
+
+    def forward(self, x_thd: torch.Tensor) -> torch.Tensor:
+        x = x_thd[None]
+        return self.m(x.transpose(1, 2)).transpose(1, 2)[0] if self._heads_first else self.m(x)[0]
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_norm_of_heads(heads_first: bool) -> None:
+    """Each token's heads get its adapter's norm, also where there are as many tokens as heads."""
+    model = Attention(heads_first).double().requires_grad_(False)
+    spec = LayerSpec("m", Component.LANGUAGE_MODEL, LayerKind.HEAD_NORM, WIDTH, WIDTH)
+    changes = [None, Replacement("m", randn(WIDTH, seed=1)), Replacement("m", bias=randn(WIDTH, seed=2))]
+    owners = [None if change is None else adapter(change) for change in changes]
+    references = [merged(model, change, LayerKind.NORM) for change in changes]
+    ctx = RoutingContext()
+    wrap_layers(model, [spec], ctx, {}, CostModel("factored"))
+    x = randn(HEADS, HEADS, WIDTH)
+    with ctx.text(segments([1, 2, 1], owners)), pytest.raises(RowRuleError, match="4 tokens is not known"):
+        model(x)
+    with ctx.text(segments([HEADS], owners[1:2])):  # nothing to be told apart
+        torch.testing.assert_close(model(x), references[1](x))
+    for counts in ([2, 3, 1], [1, 2, 1], [0, 0, 1]):
+        x = randn(sum(counts), HEADS, WIDTH)
+        parts = [one(part) for one, part in zip(references, x.split(counts), strict=True)]
+        with ctx.text(segments(counts, owners)):
+            torch.testing.assert_close(model(x), torch.cat(parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from polylens.models.loading import load_model
 from tests.families.build import FAMILIES
 from tests.families.media import picture
 from tests.families.reference import reference_answer
-from tests.families.special import SPECIAL, make_special
+from tests.families.special import INNER_NORMS, MIXTURES, SPECIAL, kinds_of, make_special
 from tests.parity.harness import BASE, Bench, Case, assert_equal, greedy, reference_completion
 
 QUESTIONS = ("picture", "two", "text")
@@ -26,16 +26,19 @@ PLAIN = "all"
 NUM_TOKENS = 5
 CI_FAMILIES = ("qwen2_vl", "gemma3")
 """Packed and tiled towers; a head of its own and one tied to scaled embeddings; Conv3d and Conv2d."""
+MIXTURE = "qwen3_vl_moe"
+MIXTURE_KINDS = (*MIXTURES, *INNER_NORMS, "dora")
+"""Of the family with experts, those kinds that other families do not test."""
 
 
 class SpecialBench:
     """One adapter of every kind for a family, and PEFT's own answers with each."""
 
-    def __init__(self, bench: Bench, folder: Path) -> None:
+    def __init__(self, bench: Bench, folder: Path, kinds: Sequence[str]) -> None:
         self.bench = bench
         self.adapters = {
             kind: make_special(bench.checkpoint, folder / kind.replace(" ", "-"), kind, seed=index)
-            for index, kind in enumerate(SPECIAL)
+            for index, kind in enumerate(kinds)
         }
 
     def cases(self) -> list[Case]:
@@ -81,14 +84,15 @@ def special_of(bench_of: Callable[[str], Bench], tmp_path_factory: pytest.TempPa
 
     def special(family: str) -> SpecialBench:
         if family not in made:
-            made[family] = SpecialBench(bench_of(family), tmp_path_factory.mktemp(f"special-{family}"))
+            kinds = MIXTURE_KINDS if family == MIXTURE else kinds_of(family)
+            made[family] = SpecialBench(bench_of(family), tmp_path_factory.mktemp(f"special-{family}"), kinds)
         return made[family]
 
     return special
 
 
 @pytest.mark.parametrize("mode", ["factored", "fused"])
-@pytest.mark.parametrize("family", CI_FAMILIES)
+@pytest.mark.parametrize("family", [*CI_FAMILIES, MIXTURE])
 def test_mixed_batch(family: str, mode: str, special_of: Callable[[str], SpecialBench]) -> None:
     special = special_of(family)
     special.check_all_differ()
@@ -98,7 +102,7 @@ def test_mixed_batch(family: str, mode: str, special_of: Callable[[str], Special
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["factored", "fused", "auto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
 def test_every_family_alone_and_mixed(family: str, mode: str, special_of: Callable[[str], SpecialBench]) -> None:
     special = special_of(family)
     with special.llm(apply_mode=mode) as llm:
@@ -119,7 +123,7 @@ def test_a_tied_head_and_the_embedding_are_changed_apart(kind: str, special_of: 
         assert llm.registry.report(kind).num_copies == (1 if kind in ("head", "embedding") else 0)
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("kind", [*SPECIAL, *INNER_NORMS])
 def test_both_references_of_verify_agree(kind: str, special_of: Callable[[str], SpecialBench]) -> None:
     """PEFT's merge and the project's own give the same weights, head and embedding apart where they are tied."""
     special = special_of("gemma3")
@@ -135,11 +139,13 @@ def test_both_references_of_verify_agree(kind: str, special_of: Callable[[str], 
         torch.testing.assert_close(ours[name], peft[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("family", CI_FAMILIES)
+@pytest.mark.parametrize("family", [*CI_FAMILIES, MIXTURE])
 def test_verify_checks_every_kind_of_layer(family: str, special_of: Callable[[str], SpecialBench]) -> None:
     """Layer by layer: convolutions, norms, embedding and head are seen, with the right rows."""
     special = special_of(family)
     kinds = ("convolution", "norms", "connector", "embedding", "head saved")
+    if family == MIXTURE:
+        kinds = ("experts", "experts and router")
     images = [picture(56, 56, 1), picture(84, 56, 2)]
     result = verify(
         special.bench.checkpoint, {kind: special.adapters[kind] for kind in kinds}, images=images, max_tokens=2

@@ -1,4 +1,4 @@
-"""Read, check, digest and register LoRA adapters. Knows files and names, no model code."""
+"""Read, check, fit and digest LoRA adapters. Knows files and names, no model code."""
 
 from polylens.adapters.combine import Combination
 from polylens.adapters.describe import AdapterDescription, describe_adapter
@@ -6,13 +6,10 @@ from polylens.adapters.load import ComponentReport, LoadReport, load_adapter
 from polylens.adapters.merge import merge_into, merged_weight
 from polylens.adapters.options import LoraOptions
 from polylens.adapters.read import AdapterFiles, read_adapter
-from polylens.adapters.registry import AdapterLease, AdapterRegistry
 
 __all__ = [
     "AdapterDescription",
     "AdapterFiles",
-    "AdapterLease",
-    "AdapterRegistry",
     "Combination",
     "ComponentReport",
     "LoadReport",

@@ -79,6 +79,7 @@ def _record(
     handles = [
         llm.loaded.model.get_submodule(_module_of(specs[layer])).register_forward_hook(hook_for(layer))
         for layer in layers
+        if specs[layer].kind is not LayerKind.HEAD_NORM  # which of its vectors are whose differs by family
     ]
     try:
         yield recorded

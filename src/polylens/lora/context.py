@@ -48,6 +48,8 @@ class RoutingContext:
         self._routing: _Routing | None = None
         self.special = False
         """Whether an adapter of the forward that runs now has more than plain factors (`Adapter.special`)."""
+        self.num_tokens = 0
+        """Tokens of the text forward that runs now; 0 outside of one."""
 
     @property
     def active(self) -> bool:
@@ -75,6 +77,7 @@ class RoutingContext:
         adapters = [segment.adapter for segment in (*token_segments, *head) if segment.adapter is not None]
         routing = _TextRouting(tuple(token_segments), tuple(head), self._head_layer) if adapters else None
         with self._entered(routing, special=any(adapter.special for adapter in adapters)):
+            self.num_tokens = num_rows(token_segments)
             yield
 
     @contextmanager
@@ -141,6 +144,7 @@ class RoutingContext:
             # Also drops the references to the adapters, whose memory an unload expects to get back.
             self._routing = None
             self.special = False
+            self.num_tokens = 0
             self._open = False
 
 

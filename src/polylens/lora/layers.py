@@ -20,7 +20,7 @@ from polylens.errors import InternalError, ModelLoadError, PolylensError, RowRul
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel, Way
 from polylens.lora.experts import ExpertsModule
-from polylens.lora.modules import EmbeddingModule, RowsModule, with_parameters
+from polylens.lora.modules import EmbeddingModule, HeadNormModule, RowsModule, SpecialModule, with_parameters
 from polylens.lora.ops import Scratch, apply_factored_, apply_fused_
 from polylens.lora.routing import DeltaRows
 from polylens.lora.special import apply_special_, overwrites_all, part
@@ -323,9 +323,10 @@ class _CatchMatmul(TorchFunctionMode):
                 raise RowRuleError(f"layer {layer.spec.name}: its parameter was not used in a product x @ W")
 
 
-_OTHER_KINDS: Mapping[LayerKind, type[RowsModule] | type[EmbeddingModule]] = {
+_OTHER_KINDS: Mapping[LayerKind, type[RowsModule | HeadNormModule | EmbeddingModule]] = {
     LayerKind.CONV: RowsModule,
     LayerKind.NORM: RowsModule,
+    LayerKind.HEAD_NORM: HeadNormModule,
     LayerKind.ROUTER: RowsModule,
     LayerKind.EMBEDDING: EmbeddingModule,
 }
@@ -366,5 +367,5 @@ def _check_shape(spec: LayerSpec, shape: tuple[int, ...], *, in_first: bool) -> 
 
 def _refuse_twice(module: nn.Module, spec: LayerSpec) -> None:
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
-    if isinstance(owner, _PlainLinear | _OpaqueLinear | _MatmulOwner | RowsModule | EmbeddingModule | ExpertsModule):
+    if isinstance(owner, _PlainLinear | _OpaqueLinear | _MatmulOwner | SpecialModule | ExpertsModule):
         raise InternalError(f"layer {spec.name} is wrapped already; unwrap it first")

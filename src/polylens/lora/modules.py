@@ -45,6 +45,64 @@ class SpecialModule:
         self._ctx = ctx
         self._base = module.forward
 
+    def _only_tensor(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+            raise RowRuleError(
+                f"layer {self._spec.name}: called with {len(given)} arguments, of which rows are unknown"
+            )
+        if self._spec.kind is not LayerKind.CONV and given[0].shape[-1] != self._spec.in_features:
+            raise RowRuleError(f"layer {self._spec.name}: called on {tuple(given[0].shape)}, which are not its vectors")
+        return given[0]
+
+    def _parameters_of(self, change: Change) -> dict[str, torch.Tensor]:
+        own = self._module._parameters
+        weight = own["weight"]
+        if weight is None:
+            raise InternalError(f"{self._spec.name} has no weight")
+        return merged_parameters(change, self._spec.kind, weight, own.get("bias"))
+
+
+class HeadNormModule(SpecialModule):
+    """A norm inside the text model that may see several vectors a token.
+
+    (1, tokens, heads, d) in some families, (1, heads, tokens, d) in others: which dimension is the tokens' is told by
+    its size, and where there are as many heads, by calls before.
+    """
+
+    def __init__(self, module: nn.Module, spec: LayerSpec, rule: RowRule, ctx: RoutingContext) -> None:
+        super().__init__(module, spec, rule, ctx)
+        self._axis: int | None = None
+        """Of the tokens, from the end."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._axis is None and len(args) == 1:
+            self._learn(args[0])
+        if not self._ctx.special or not self._ctx.has_delta(self._spec.name):
+            return self._base(*args, **kwargs)
+        x = self._only_tensor(args, kwargs)
+        num_tokens = self._ctx.num_tokens
+        rows = self._ctx.delta_rows(self._spec, self._rule, num_tokens)
+        if rows[0].start == 0 and rows[0].stop == num_tokens:
+            with with_parameters(self._module, self._parameters_of(rows[0].delta)):
+                return self._base(x)
+        axis = self._axis
+        if axis is None or x.shape[axis] != num_tokens:
+            raise RowRuleError(
+                f"layer {self._spec.name}: which of {tuple(x.shape)} are its {num_tokens} tokens is not known"
+            )
+        y = self._base(x).clone()
+        for change, start, stop in rows:
+            with with_parameters(self._module, self._parameters_of(change)):
+                y.narrow(axis, start, stop - start).copy_(self._base(x.narrow(axis, start, stop - start)))
+        return y
+
+    def _learn(self, x: torch.Tensor) -> None:
+        """Where one dimension alone has the tokens' size. Does nothing outside of a text forward."""
+        axes = [axis for axis in range(-x.dim(), -1) if x.shape[axis] == self._ctx.num_tokens]
+        if len(axes) == 1:
+            self._axis = axes[0]
+
 
 class RowsModule(SpecialModule):
     """A norm, a patch embedding or a router: rows of an adapter are computed with that adapter's parameters."""
@@ -66,16 +124,6 @@ class RowsModule(SpecialModule):
                 view[start:stop] = part
         return outputs if isinstance(y, tuple) else outputs[0]
 
-    def _only_tensor(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        given = (*args, *kwargs.values())
-        if len(given) != 1 or not isinstance(given[0], torch.Tensor):
-            raise RowRuleError(
-                f"layer {self._spec.name}: called with {len(given)} arguments, of which rows are unknown"
-            )
-        if self._spec.kind is not LayerKind.CONV and given[0].shape[-1] != self._spec.in_features:
-            raise RowRuleError(f"layer {self._spec.name}: called on {tuple(given[0].shape)}, which are not its vectors")
-        return given[0]
-
     def _as_rows(self, input: torch.Tensor) -> torch.Tensor:
         """The input with its rows as the first dimension: vectors, or a convolution's patches or tiles."""
         return input if self._spec.kind is LayerKind.CONV else input.reshape(-1, input.shape[-1])
@@ -87,13 +135,6 @@ class RowsModule(SpecialModule):
         if len(rows) != num_rows:
             raise RowRuleError(f"layer {self._spec.name}: {num_rows} rows became {tuple(output.shape)}")
         return rows
-
-    def _parameters_of(self, change: Change) -> dict[str, torch.Tensor]:
-        own = self._module._parameters
-        weight = own["weight"]
-        if weight is None:
-            raise InternalError(f"{self._spec.name} has no weight")
-        return merged_parameters(change, self._spec.kind, weight, own.get("bias"))
 
 
 class EmbeddingModule(SpecialModule):

@@ -99,12 +99,17 @@ def _other_spec(
         return LayerSpec(name, Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, module.num_embeddings, width)
     if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_linear_over_patches(module):
         return LayerSpec(name, locate(name), LayerKind.CONV, weight[0].numel(), weight.shape[0])
-    if weight.dim() == 1 and type(module).__name__.endswith("Norm") and not isinstance(module, nn.GroupNorm):
-        # A norm inside text attention sees heads as rows, in an order that differs by family.
-        if locate(name) is Component.LANGUAGE_MODEL and len(weight) != model.config.get_text_config().hidden_size:
-            return None
-        return LayerSpec(name, locate(name), LayerKind.NORM, len(weight), len(weight))
+    if weight.dim() == 1 and type(module).__name__.endswith("Norm") and _takes_rows(module):
+        of_text = locate(name) is Component.LANGUAGE_MODEL
+        inner = of_text and len(weight) != model.config.get_text_config().hidden_size
+        kind = LayerKind.HEAD_NORM if inner else LayerKind.NORM
+        return LayerSpec(name, locate(name), kind, len(weight), len(weight))
     return None
+
+
+def _takes_rows(module: nn.Module) -> bool:
+    """Whether a norm is one of vectors, given as one tensor."""
+    return not isinstance(module, nn.GroupNorm) and len(inspect.signature(type(module).forward).parameters) == 2
 
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
