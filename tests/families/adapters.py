@@ -17,7 +17,7 @@ TARGETS: tuple[Targets, ...] = ("tower", "connector", "connector+language", "lan
 
 CONNECTOR_MARKS = ("merger", "multi_modal_projector")
 """Parts of a module path that belong to the connector in one of the five families."""
-TOWER_MARKS = ("visual", "vision_tower")
+TOWER_MARKS = ("visual", "vision_tower", "vision_model")
 GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"
 """Gemma 3's connector: a bare parameter, which PEFT reaches through `target_parameters`."""
 
@@ -66,7 +66,7 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     wanted = set(targets.split("+")) if targets != "all" else {"tower", "connector", "language"}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     modules = [name for name in linear if name != "lm_head" and component_of(name) in wanted]
-    if targets == "all" and not model.config.tie_word_embeddings:
+    if targets == "all" and not getattr(model.config, "tie_word_embeddings", False):
         modules.append("lm_head")
     parameters = [GEMMA_PROJECTOR] if "connector" in wanted and _has_gemma_projector(model) else []
     return modules, parameters

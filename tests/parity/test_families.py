@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.families.build import ALL_FAMILIES, FAMILIES
+from tests.families.host import HOSTED
 from tests.parity.harness import Bench, mixed, more_questions, questions
 
-FURTHER = tuple(name for name in ALL_FAMILIES if name not in FAMILIES)
+FURTHER = tuple(name for name in ALL_FAMILIES if name not in {*FAMILIES, *HOSTED})
 
 
 @pytest.mark.parametrize("family", FURTHER)

@@ -31,7 +31,7 @@ def record_adapter_rows(llm: LLM, adapter: Adapter) -> Iterator[Recorded]:
     Which rows those are is what the engine decides when the layer runs; whether it decided right is what a
     comparison with the merged model shows.
     """
-    context = llm.engine._context
+    context = llm.engine.context
     ask = context.delta_rows
     asked: dict[str, tuple[DeltaRows, ...]] = {}
 

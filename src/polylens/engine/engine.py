@@ -13,47 +13,39 @@ from polylens.core import Completion, CompletionDelta, Component, FinishReason, 
 from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.adapter_store import AdapterStore
 from polylens.engine.constraints import Constraints
-from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv
+from polylens.engine.host import HostExecutor
 from polylens.engine.logit_rules import LogitRules
-from polylens.engine.pages import PageAllocator, pages_for
+from polylens.engine.paged import PagedExecutor
+from polylens.engine.pages import PageAllocator
 from polylens.engine.prefix_cache import PrefixCache
 from polylens.engine.prepare import PreparedRequest, prepare_request
-from polylens.engine.runner import Runner
 from polylens.engine.sampler import Sampled, Sampler, make_generator
 from polylens.engine.scheduler import Scheduler, StepPlan
-from polylens.engine.sequence import MediaSpan, Sequence
+from polylens.engine.sequence import Sequence
 from polylens.engine.stopping import OutputRules
-from polylens.engine.vision import EncodeJob, VisionCache, VisionStage
-from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
+from polylens.engine.vision import VisionCache, VisionStage
+from polylens.errors import InternalError, PolylensError, RequestError
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
 from polylens.lora.layers import WrappedLayers, wrap_layers
-from polylens.models.positions import position_rows, two_way_spans
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
-from polylens.models.text import TextRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from polylens.adapters.load import AdapterPath, LoadReport
     from polylens.config import EngineConfig
     from polylens.core import Adapter, LayerSpec, Request, TokenLogprob
     from polylens.engine.adapter_store import StoreLease
-    from polylens.engine.scheduler import StepEntry
+    from polylens.engine.executor import Executor
     from polylens.engine.stopping import OutputStep, OutputStream
-    from polylens.models.encoder import ItemFeatures
     from polylens.models.loading import LoadedModel
     from polylens.models.probe import ProbeResult
-    from polylens.models.processing import PreparedPrompt
 
 
 ADAPTER_WAIT_S = 0.01
 """A step that has nothing to do but to wait for adapters waits so long at most: aborts and new requests come next."""
-
-MAX_STATE_SHARE = 0.5
-"""Part of `kv_bytes` that states which layers carry from token to token (Qwen3.5, LFM2) may take: they are as large
-for a short answer as for a long one, and must leave room for the pages of long ones."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +59,11 @@ class StepOutput:
 
 @dataclass(eq=False)
 class _Request:
-    """A running request: its sequence, its pictures, and its answer so far."""
+    """A running request: its sequence, and its answer so far."""
 
     request: Request
     seq: Sequence
-    jobs: Mapping[str, EncodeJob]
     stream: OutputStream
-    features: dict[str, ItemFeatures] = field(default_factory=dict)
-    """Features by vision key, held from the first chunk that needs them to the end of the prefill."""
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -98,35 +87,29 @@ class Engine:
         self._ids = itertools.count()
         self.num_steps = 0
         self.num_generated_tokens = 0
-        text = TextRunner(loaded)
-        with torch.inference_mode():
-            layers, self.state_bytes = measure_kv(text, position_rows(loaded.inner))
-        self.max_running = _max_running(config, self.state_bytes)
-        num_pages = _num_pages(
-            config, loaded, bytes_per_token(layers, loaded.dtype), self.max_running, self.state_bytes
+        self.context = RoutingContext(head_layer=loaded.head_name)
+        """Whose rows the layers compute, in the forward that runs now."""
+        self.vision = VisionStage(loaded, self.context, VisionCache(config.vision_cache_bytes), config.max_encoder_rows)
+        self._executor: Executor = (
+            HostExecutor(loaded, config, self.context)
+            if loaded.is_hosted
+            else PagedExecutor(loaded, config, self.context, self.vision)
         )
-        kv = PagedKV(
-            layers, num_pages=num_pages, page_tokens=config.page_tokens, dtype=loaded.dtype, device=loaded.device
-        )
-        self._allocator = PageAllocator(num_pages)
-        # Pages hold no state: a sequence whose layers carry one cannot begin in the middle.
-        cached = config.prefix_cache and not text.carries_state
-        self.prefix_cache = PrefixCache(config.page_tokens, self._allocator) if cached else None
+        limits = self._executor.limits
+        self.max_running = limits.max_running
+        self.state_bytes = limits.state_bytes
+        self._allocator = PageAllocator(limits.num_pages)
+        self.prefix_cache = PrefixCache(limits.page_tokens, self._allocator) if limits.shares_pages else None
         self.scheduler = Scheduler(
-            page_tokens=config.page_tokens,
-            max_step_tokens=config.max_step_tokens,
-            max_running=self.max_running,
+            page_tokens=limits.page_tokens,
+            max_step_tokens=limits.max_step_tokens,
+            max_running=limits.max_running,
             allocator=self._allocator,
             prefix_cache=self.prefix_cache,
             gate=self.registry,
         )
-        self._context = RoutingContext(head_layer=loaded.head_name)
         self._wrapped: WrappedLayers | None = None
         self.probe: ProbeResult | None = None
-        self.vision = VisionStage(
-            loaded, self._context, VisionCache(config.vision_cache_bytes), config.max_encoder_rows
-        )
-        self._runner = Runner(text, kv, self._context)
         self._sampler = Sampler()
         self._constraints = Constraints(
             loaded.processing.tokenizer, loaded.vocab_size, loaded.processing.stop_token_ids
@@ -174,7 +157,7 @@ class Engine:
             for name, spec in reachable.items()
         )
         self._wrapped = wrap_layers(
-            self.loaded.model, reachable.values(), self._context, probe.rules, CostModel(self.config.apply_mode)
+            self.loaded.model, reachable.values(), self.context, probe.rules, CostModel(self.config.apply_mode)
         )
         self.probe = probe
 
@@ -206,17 +189,13 @@ class Engine:
         request_id = request_id or prepared.request.request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        salt = prepared.request.cache_salt or ""
-        jobs = [EncodeJob.of(item, lease.adapter, salt) for item in prepared.prompt.items]
         seq = Sequence(
             request_id=request_id,
             adapter=lease.adapter,
             prompt_ids=prepared.prompt.token_ids,
             sampling=prepared.sampling,
             lease=lease,
-            cache_salt=salt,
-            media=_media_spans(prepared.prompt, jobs),
-            bidirectional_spans=two_way_spans(self.loaded.notes.two_way, prepared.prompt),
+            cache_salt=prepared.request.cache_salt or "",
             positions=prepared.positions,
             position_delta=prepared.position_delta,
             generator=make_generator(prepared.sampling),
@@ -227,9 +206,8 @@ class Engine:
             ),
         )
         self.scheduler.add(seq)
-        self._requests[request_id] = _Request(
-            prepared.request, seq, {job.key: job for job in jobs}, self._rules.start(prepared.sampling)
-        )
+        self._executor.start(seq, prepared.prompt)
+        self._requests[request_id] = _Request(prepared.request, seq, self._rules.start(prepared.sampling))
         return request_id
 
     def has_unfinished(self) -> bool:
@@ -245,19 +223,19 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Plan, encode the pictures the plan needs, run the text model, sample, and pass on what is new."""
+        """Plan, prepare (encode the pictures the plan needs), run the model, sample, and pass on what is new."""
         outputs = self._end_without_adapter()
         plan = self.scheduler.schedule()
         if not plan.entries and self.has_unfinished():
             self.registry.wait(ADAPTER_WAIT_S)
         self.num_steps += 1
-        outputs += self._encode_media(plan)
-        entries = [entry for entry in plan.entries if entry.seq.request_id in self._requests]
+        failed = self._executor.prepare(plan.entries)
+        outputs += [self._fail(request_id, error) for request_id, error in failed.items()]
+        entries = [entry for entry in plan.entries if entry.seq.request_id not in failed]
         if entries:
-            logits_sv = self._runner.run(entries, self._features(entries))
+            logits_sv = self._executor.run(entries)
             self.scheduler.on_computed(StepPlan(tuple(entries)))
             outputs += self._sample([entry.seq for entry in entries if entry.samples], logits_sv)
-            self._drop_features(entries)
         return outputs
 
     def _end_without_adapter(self) -> list[StepOutput]:
@@ -265,42 +243,6 @@ class Engine:
         failures = self.registry.take_failures()
         failed = [(seq.request_id, failures[seq.adapter]) for seq in self.scheduler.waiting if seq.adapter in failures]
         return [self._fail(request_id, error) for request_id, error in failed]
-
-    def _encode_media(self, plan: StepPlan) -> list[StepOutput]:
-        """Get the features the plan's chunks need; requests whose pictures fail end with the error."""
-        wanted: dict[str, EncodeJob] = {}
-        needs: list[tuple[_Request, str]] = []
-        for entry in plan.entries:
-            running = self._requests[entry.seq.request_id]
-            # A dict, not a set: the order of items in an encoder batch must not differ from run to run.
-            for key in dict.fromkeys(span.vision_key for span in entry.media):
-                if key in running.features:
-                    continue
-                wanted[key] = running.jobs[key]
-                needs.append((running, key))
-        found = self.vision.encode(list(wanted.values()))
-        failed: dict[str, PolylensError] = {}
-        for running, key in needs:
-            features = found[key]
-            if isinstance(features, PolylensError):
-                failed[running.seq.request_id] = features
-            else:
-                running.features[key] = features
-        return [self._fail(request_id, error) for request_id, error in failed.items()]
-
-    def _features(self, entries: Iterable[StepEntry]) -> dict[str, ItemFeatures]:
-        return {
-            span.vision_key: self._requests[entry.seq.request_id].features[span.vision_key]
-            for entry in entries
-            for span in entry.media
-        }
-
-    def _drop_features(self, entries: Iterable[StepEntry]) -> None:
-        """After the prefill the features are the vision cache's to keep or to drop."""
-        for entry in entries:
-            running = self._requests.get(entry.seq.request_id)
-            if running is not None and entry.samples:
-                running.features.clear()
 
     def _sample(self, sequences: list[Sequence], logits_sv: torch.Tensor) -> list[StepOutput]:
         sampled = self._sampler.sample(
@@ -357,7 +299,7 @@ class Engine:
 
     def _release(self, running: _Request) -> None:
         self.scheduler.abort(running.seq)
-        running.features.clear()
+        self._executor.end(running.seq)
         if running.seq.lease is not None:
             running.seq.lease.release()
 
@@ -393,39 +335,3 @@ def _without_undivided(
         if spec.kind in (LayerKind.NORM, LayerKind.CONV) and probe.rules.get(name) is RowRule.UNPROVEN
     )
     return {name: spec for name, spec in specs.items() if name not in undivided}, undivided
-
-
-def _max_running(config: EngineConfig, state_bytes: int) -> int:
-    """Sequences decoded together: no more than whose carried states fill their part of the KV budget."""
-    if state_bytes == 0:
-        return config.max_running
-    affordable = int(config.kv_bytes * MAX_STATE_SHARE) // state_bytes
-    if affordable < 1:
-        raise ModelLoadError(
-            f"kv_bytes={config.kv_bytes} is too small: a request of this model carries a state of {state_bytes} bytes; "
-            f"give at least {int(state_bytes / MAX_STATE_SHARE)}"
-        )
-    return min(config.max_running, affordable)
-
-
-def _num_pages(config: EngineConfig, loaded: LoadedModel, token_bytes: int, max_running: int, state_bytes: int) -> int:
-    """KV pages within the byte budget left by states, but no more than the running sequences could ever fill."""
-    affordable = (config.kv_bytes - max_running * state_bytes) // (token_bytes * config.page_tokens)
-    if affordable < 1:
-        raise ModelLoadError(
-            f"kv_bytes={config.kv_bytes} holds no KV page: one page of {config.page_tokens} tokens needs "
-            f"{token_bytes * config.page_tokens} bytes"
-        )
-    usable = max_running * pages_for(loaded.max_model_len, config.page_tokens)
-    return min(affordable, usable)
-
-
-def _media_spans(prompt: PreparedPrompt, jobs: list[EncodeJob]) -> tuple[MediaSpan, ...]:
-    """The prompt's media runs with the offsets of their rows within their items, in prompt order."""
-    spans = []
-    for slot in prompt.slots:
-        offset = 0
-        for start, length in slot.positions:
-            spans.append(MediaSpan(start, length, jobs[slot.item_index].key, slot.item_index, offset))
-            offset += length
-    return tuple(sorted(spans, key=lambda span: span.start))

@@ -28,14 +28,14 @@ class PreparedRequest:
     """A request ready to be queued; it depends on no adapter.
 
     sampling: the request's own, `max_tokens` cut to what the context leaves. positions, position_delta: as
-    `prompt_positions` makes them.
+    `prompt_positions` makes them; none where transformers generates, which makes its own.
     """
 
     request: Request
     prompt: PreparedPrompt
     sampling: SamplingParams
-    positions: torch.Tensor
-    position_delta: int
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
     constraint: ConstraintState | None = None
     """The start of the answer's form; each sequence takes a copy."""
 
@@ -54,8 +54,11 @@ def prepare_request(
     _check_salt(request.cache_salt)
     constraint = constraints.start(sampling.constraint) if sampling.constraint is not None else None
     prompt = _prompt(loaded, request, allow_paths)
+    sampling = _within_context(sampling, prompt, loaded)
+    if loaded.is_hosted:
+        return PreparedRequest(request, prompt, sampling, constraint=constraint)
     positions, delta = prompt_positions(loaded.inner, prompt, loaded.notes.first_position)
-    return PreparedRequest(request, prompt, _within_context(sampling, prompt, loaded), positions, delta, constraint)
+    return PreparedRequest(request, prompt, sampling, positions, delta, constraint)
 
 
 def _prompt(loaded: LoadedModel, request: Request, allow_paths: bool) -> PreparedPrompt:

@@ -33,7 +33,7 @@ class _Routing(Protocol):
 class RoutingContext:
     """Says which deltas a layer adds to which of its rows, for the forward that runs now.
 
-    The engine opens `text` or `encoder` around a forward; outside of both, and inside when no adapter is
+    The engine opens `text`, `encoder` or `whole` around a forward; outside of them, and inside when no adapter is
     in the batch, the context is not active and layers run as the base model's. One context serves one
     engine thread: it holds the state of the forward that runs now and takes no lock.
 
@@ -117,6 +117,14 @@ class RoutingContext:
             yield
             routing.check_calls(self._watched)
 
+    @contextmanager
+    def whole(self, adapter: Adapter | None) -> Iterator[None]:
+        """Route a forward of the whole model for one request: all rows of every layer are `adapter`'s."""
+        with self._entered(
+            None if adapter is None else _WholeRouting(adapter), special=adapter is not None and adapter.special
+        ):
+            yield
+
     def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
         """The deltas to add to a call of this layer with `num_rows` rows, and their rows.
 
@@ -146,6 +154,20 @@ class RoutingContext:
             self.special = False
             self.num_tokens = 0
             self._open = False
+
+
+class _WholeRouting:
+    """Every row belongs to one adapter: which layer it is in, and how often it is called, does not matter."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._deltas = adapter.deltas
+
+    def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
+        delta = self._deltas.get(spec.name)
+        return () if delta is None else (DeltaRows(delta, 0, num_rows),)
+
+    def has_delta(self, layer: str) -> bool:
+        return layer in self._deltas
 
 
 class _TextRouting:

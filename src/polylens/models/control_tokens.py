@@ -94,9 +94,19 @@ def control_tokens(
 
 
 class Escape:
-    """Stand-ins for the edge characters of control tokens in one conversation's user text."""
+    """Stand-ins for the edge characters of control tokens in one conversation's user text.
 
-    def __init__(self, control: ControlTokens, template: str, user_texts: Sequence[str]) -> None:
+    commands: a pattern of what users type to mean just that; it stays as it is.
+    """
+
+    def __init__(
+        self,
+        control: ControlTokens,
+        template: str,
+        user_texts: Sequence[str],
+        commands: re.Pattern[str] | None = None,
+    ) -> None:
+        self._commands = commands
         used = set(template).union(*user_texts)
         edges = sorted(control.edge_chars & set().union(*user_texts))
         free = (char for char in map(chr, range(_FIRST_STAND_IN, 0x10FFFE)) if char not in used)
@@ -113,12 +123,19 @@ class Escape:
     def hide(self, value: Any) -> Any:
         """`value` (nested dicts, lists, strings; anything else as it is) with every string escaped."""
         if isinstance(value, str):
-            return value.translate(self._stand_ins)
+            return self._hide_text(value)
         if isinstance(value, dict):
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.hide(item) for item in value]
         return value
+
+    def _hide_text(self, text: str) -> str:
+        if self._commands is None:
+            return text.translate(self._stand_ins)
+        typed = self._commands.findall(text)
+        pieces = [piece.translate(self._stand_ins) for piece in self._commands.split(text)]
+        return "".join(part for pair in zip(pieces, [*typed, ""], strict=True) for part in pair)
 
     def restore(self, text: str) -> str:
         return text.translate(self._originals)

@@ -1,4 +1,5 @@
-"""Run a processor's image or video part on each item alone, once for equal content and settings."""
+"""Stand-ins for a processor's image or video part: one runs on each item alone, once for equal content and settings;
+the other runs on all of a request together."""
 
 from __future__ import annotations
 
@@ -71,16 +72,7 @@ class ItemProcessor:
         known = self._memo.get((item.key, settings_key))
         if known is not None:
             return known
-        options = {**options, "return_tensors": "pt"}
-        if item.kind is MediaKind.VIDEO:
-            options |= {
-                "do_sample_frames": False,
-                "return_metadata": True,
-                "video_metadata": [dict(video_metadata(item))],
-                "input_data_format": "channels_last",
-            }
-            if getattr(self.real, "cap_pixels_per_frame", True) is None:
-                options["cap_pixels_per_frame"] = False  # what None means in this transformers, without its warning
+        options = {**options, **_fixed_options(self.real, [item])}
         try:
             outputs = self._processed(item.data, options)
         except Exception as error:  # the border to processors: they raise what they like on odd sizes
@@ -102,6 +94,42 @@ class PixelRows(list[torch.Tensor]):
     @property
     def shape(self) -> torch.Size:
         return torch.Size([len(self), *(max(sizes) for sizes in zip(*(row.shape for row in self), strict=True))])
+
+
+class WholeProcessor:
+    """Stands in for an image or video processor: all items of a request at once, as transformers hands them over."""
+
+    def __init__(self, real: Any, items: list[MediaItem], size: dict[str, int] | None = None) -> None:
+        self.real = real
+        self.items = items
+        self._size = size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def __call__(self, media: Any, **options: Any) -> dict[str, Any]:
+        if self._size is not None:
+            options["size"] = self._size
+        try:
+            return dict(self.real(media, **{**options, **_fixed_options(self.real, self.items)}))
+        except Exception as error:  # the border to processors: they raise what they like on odd sizes
+            kind = self.items[0].kind
+            raise MediaError(f"the {kind}s cannot be processed for this model: {first_line(error)}") from error
+
+
+def _fixed_options(real: Any, items: Sequence[MediaItem]) -> dict[str, Any]:
+    """What a processor is told in any case: tensors please, and the frames of videos as they were taken."""
+    options: dict[str, Any] = {"return_tensors": "pt"}
+    if items[0].kind is MediaKind.VIDEO:
+        options |= {
+            "do_sample_frames": False,
+            "return_metadata": True,
+            "video_metadata": [dict(video_metadata(item)) for item in items],
+            "input_data_format": "channels_last",
+        }
+        if getattr(real, "cap_pixels_per_frame", True) is None:
+            options["cap_pixels_per_frame"] = False  # what None means in this transformers, without its warning
+    return options
 
 
 def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from polylens.errors import ModelLoadError
 from polylens.models.attention import ATTENTION_NAME, register_attention
 from polylens.models.components import model_layers, module_path, text_model
-from polylens.models.families import FAMILIES, FamilyNotes, notes_for
+from polylens.models.families import FamilyNotes, notes_for
 from polylens.models.processing import Processing
 from polylens.models.recurrent import wrap_mixers
+from polylens.models.text_fit import why_hosted
+from polylens.models.text_only import TextOnlyProcessor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
     from polylens.config import EngineConfig
     from polylens.core import ModelLayers
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -39,6 +44,8 @@ class LoadedModel:
     """A base model ready to run: weights on `device` in `dtype`, layers named, processor wrapped.
 
     num_mixers: text layers that carry a state from token to token (see `recurrent`).
+    host_reason: why the text model does not run in the engine's ragged batches, so that transformers' own generation
+    computes its requests one by one; None for a model that is mixed.
     """
 
     source: str
@@ -51,6 +58,11 @@ class LoadedModel:
     dtype: torch.dtype
     max_model_len: int
     num_mixers: int = 0
+    host_reason: str | None = None
+
+    @property
+    def is_hosted(self) -> bool:
+        return self.host_reason is not None
 
     @property
     def text_model(self) -> nn.Module:
@@ -72,27 +84,25 @@ class LoadedModel:
     @property
     def inner(self) -> Any:
         """The module with `get_image_features` and `get_rope_index`: everything but the head."""
-        return self.model.model
+        return self.model.base_model
 
 
 def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
     """Load `source` (a local folder or a hub id).
 
-    Raises ModelLoadError: missing or broken files, not a vision-language model, quantised weights,
-    an unavailable device.
+    Raises ModelLoadError: missing or broken files, not a model that generates text, quantised weights, an unavailable
+    device.
     """
     _check_transformers()
     source = str(source)
-    _check_local(source)
+    check_local(source)
     _check_tokenizer(source)
     device = _device(config.device)
-    with _loading_errors(source):
-        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    _check_config(hf_config, source)
+    hf_config = read_config(source, trust_remote_code=config.trust_remote_code)
     dtype = _dtype(config.dtype, hf_config)
-    with _quiet(not config.show_progress), _loading_errors(source):
-        processor = AutoProcessor.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+    with _quiet(not config.show_progress), loading_errors(source):
+        processor = load_processor(source, hf_config, trust_remote_code=config.trust_remote_code)
+        loaded: Any = auto_class(hf_config).from_pretrained(
             source,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
@@ -102,7 +112,7 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
     model, report = loaded
     _check_loading_report(report, source)
     model = model.to(device)
-    with _loading_errors(source):  # a chat template with an error in it, a generation config of wrong types
+    with loading_errors(source):  # a chat template with an error in it, a generation config of wrong types
         return prepare_model(model, processor, source=source, max_model_len=config.max_model_len)
 
 
@@ -110,23 +120,66 @@ def prepare_model(
     model: PreTrainedModel, processor: Any, *, source: str, max_model_len: int | None = None
 ) -> LoadedModel:
     """Make a model that is in memory ready to run (also used for merged models by `verify`)."""
-    register_attention()
     model.eval().requires_grad_(False)
-    # Only the text model gets our attention; the tower keeps transformers' sdpa.
-    model.set_attn_implementation({"text_config": ATTENTION_NAME})
+    notes = notes_for(model.config.model_type)
+    reason = why_hosted(model, processor, notes)
+    if reason is None:
+        _use_ragged_attention(model)
+    else:
+        logger.warning("%s: transformers generates, one request at a time, as %s", source, reason)
+    processing = Processing(
+        processor,
+        model.config,
+        model.generation_config,
+        whole=reason is not None,
+    )
     parameter = next(model.parameters())
     return LoadedModel(
         source=source,
         model=model,
         config=model.config,
-        processing=Processing(processor, model.config, model.generation_config),
+        processing=processing,
         layers=model_layers(model),
-        notes=notes_for(model.config.model_type),
+        notes=notes,
         device=parameter.device,
         dtype=parameter.dtype,
         max_model_len=_max_model_len(model.config, max_model_len),
-        num_mixers=wrap_mixers(text_model(model)),
+        num_mixers=0 if reason else wrap_mixers(text_model(model)),
+        host_reason=reason,
     )
+
+
+def _use_ragged_attention(model: PreTrainedModel) -> None:
+    """Only the text model gets our attention; the tower keeps transformers' sdpa."""
+    register_attention()
+    config = model.config
+    is_text_only = config.get_text_config() is config
+    model.set_attn_implementation(ATTENTION_NAME if is_text_only else {"text_config": ATTENTION_NAME})
+
+
+def read_config(source: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of a model that polylens serves. Raises ModelLoadError."""
+    with loading_errors(source):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    _check_config(config, source)
+    return config
+
+
+def is_text_only(config: PreTrainedConfig) -> bool:
+    """Whether a config is of a language model without an encoder."""
+    return type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that loads the model of `config`."""
+    return AutoModelForCausalLM if is_text_only(config) else AutoModelForImageTextToText
+
+
+def load_processor(source: str, config: PreTrainedConfig, *, trust_remote_code: bool) -> Any:
+    """The model's processor; of a language model its tokenizer in a processor's form."""
+    if is_text_only(config):
+        return TextOnlyProcessor(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+    return AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
 def _check_transformers() -> None:
@@ -136,7 +189,7 @@ def _check_transformers() -> None:
         raise ModelLoadError(f"polylens needs transformers >= {needed}, found {transformers.__version__}: upgrade it")
 
 
-def _check_local(source: str) -> None:
+def check_local(source: str) -> None:
     """Say early and plainly that a path is wrong: a hub look-up of it would fail obscurely."""
     path = Path(os.path.expanduser(source))  # Path's own raises where "~name" names no user
     looks_like_path = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
@@ -179,15 +232,11 @@ def _device(name: str) -> torch.device:
 
 
 def _check_config(config: PreTrainedConfig, source: str) -> None:
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not getattr(config, "auto_map", None):
+    known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not known and not getattr(config, "auto_map", None):
         raise ModelLoadError(
-            f"{source!r} is a {config.model_type!r} model; polylens serves vision-language models "
-            "(those of transformers' AutoModelForImageTextToText)"
-        )
-    if config.model_type not in FAMILIES:
-        raise ModelLoadError(
-            f"{source!r} is a {config.model_type!r} model: the text runner has not been proven for this family yet; "
-            f"proven: {', '.join(sorted(FAMILIES))}"
+            f"{source!r} is a {config.model_type!r} model; polylens serves vision-language models and language models "
+            "(those of transformers' AutoModelForImageTextToText and AutoModelForCausalLM)"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelLoadError(
@@ -229,7 +278,7 @@ def _check_loading_report(report: dict[str, Any], source: str) -> None:
         )
 
 
-class _loading_errors:
+class loading_errors:
     """Turn what transformers, safetensors and the hub raise while loading into one clear line."""
 
     def __init__(self, source: str) -> None:

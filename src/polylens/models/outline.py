@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from polylens.models.components import model_layers
-from polylens.models.loading import _check_config, _check_local, _loading_errors
+from polylens.models.loading import auto_class, check_local, loading_errors, read_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,13 +18,11 @@ if TYPE_CHECKING:
 def outline_model(source: str | Path, *, trust_remote_code: bool = False) -> ModelLayers:
     """The layers of `source` (a local folder or a hub id), built without memory for weights.
 
-    Raises ModelLoadError where the config cannot be read or is of no vision-language model.
+    Raises ModelLoadError where the config cannot be read or is of no model that polylens serves.
     """
     source = str(source)
-    _check_local(source)
-    with _loading_errors(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    _check_config(config, source)
-    with _loading_errors(source), torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
+    check_local(source)
+    config = read_config(source, trust_remote_code=trust_remote_code)
+    with loading_errors(source), torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return model_layers(model)

@@ -33,6 +33,10 @@ _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 """Config entries that say where a checkpoint came from, not what is computed."""
 
 
+NOTHING_TO_DIVIDE = ProbeResult({}, noise_floor=0.0, worst_error=0.0, contrast=math.inf)
+"""For a model without an encoder, and for one whose forwards hold one request's rows alone."""
+
+
 def find_row_rules(
     loaded: LoadedModel, *, cache_dir: Path | None = None, max_parameters: int = MAX_UNCUT_PARAMETERS
 ) -> ProbeResult:
@@ -41,6 +45,8 @@ def find_row_rules(
     cache_dir: where results are kept (default: as `disk_cache`). max_parameters: encoders beyond it are
     probed on a copy with fewer blocks.
     """
+    if loaded.is_hosted or not encoder_layers(loaded.layers):
+        return NOTHING_TO_DIVIDE
     cache = ProbeCache(cache_dir)
     facts = _facts(loaded, max_parameters)
     known = cache.load(facts, encoder_layers(loaded.layers))

@@ -33,7 +33,7 @@ from polylens.core import MediaKind
 from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
 from polylens.models.control_tokens import Escape, SafeTokenizer, control_tokens
 from polylens.models.families import notes_for
-from polylens.models.item_processor import ItemProcessor, ResultMemo
+from polylens.models.item_processor import ItemProcessor, ResultMemo, WholeProcessor
 from polylens.models.media_settings import MediaSettings, takes_pixels
 from polylens.models.media_source import first_line
 from polylens.models.prompt import parse_messages, plain_data, strings_in
@@ -82,24 +82,39 @@ class MediaSlot:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt ready for the engine. Items and slots are in the order of their places in `token_ids`."""
+    """A prompt ready for the engine. Items and slots are in the order of their places in `token_ids`.
+
+    inputs: instead of items and slots, all that the processor returned beside the ids, for transformers' own
+    generation.
+    """
 
     token_ids: list[int]
     items: list[ProcessedItem] = field(default_factory=list)
     slots: list[MediaSlot] = field(default_factory=list)
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Processing:
     """One model's processor, made safe for user text and quick for repeated media. Thread-safe.
 
-    `processor`: transformers' multimodal processor; `config` and `generation_config`: the model's.
-    Raises ModelLoadError when the processor has no chat template or no fast tokenizer.
+    `processor`: transformers' multimodal processor; `config` and `generation_config`: the model's. whole: prompts
+    carry the processor's own output (`PreparedPrompt.inputs`) instead of items.
+    Raises ModelLoadError when there is no chat template or the tokenizer is no fast one.
     """
 
-    def __init__(self, processor: Any, config: Any, generation_config: Any = None) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        config: Any,
+        generation_config: Any = None,
+        *,
+        whole: bool = False,
+    ) -> None:
         self.processor = processor
+        self.whole = whole
         self.tokenizer = processor.tokenizer
         self.notes = notes_for(getattr(config, "model_type", "")).processor
+        self._commands = re.compile(self.notes.commands) if self.notes.commands else None
         self.template = _chat_template(processor, self.notes.chat_template)
         self.feature_ids = _feature_ids(processor, config, self.notes)
         media_tokens = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self.feature_ids]
@@ -147,7 +162,7 @@ class Processing:
         chat = parse_messages(messages, takes_videos=self.takes_videos, allow_paths=allow_paths, settings=settings)
         variables = self._template_variables(chat_template_kwargs)
         rendered = self._in_template_form(chat.messages)
-        escape = Escape(self.control, self.template, strings_in([rendered, variables]))
+        escape = Escape(self.control, self.template, strings_in([rendered, variables]), self._commands)
         call = _Call(self, escape, chat.media, settings)
         ids = call.run(
             lambda processor: processor.apply_chat_template(
@@ -160,7 +175,7 @@ class Processing:
                 **escape.hide(variables),
             )
         )
-        return self._assemble(ids, call)
+        return PreparedPrompt(ids, inputs=call.inputs()) if self.whole else self._assemble(ids, call)
 
     def prepare_text(self, prompt: str | Sequence[int]) -> PreparedPrompt:
         """Tokenise a raw prompt (no chat template, no media). It is user text: typed control tokens bind nothing.
@@ -247,19 +262,20 @@ class _Call:
         self._settings = settings
         self._counts: dict[MediaKind, list[int]] = {kind: [] for kind in MediaKind}
         self._order: list[MediaKind] = []
+        self._output: Mapping[str, Any] = {}
         self._extras: dict[str, Any] = {}
-        real = {kind: getattr(owner.processor, f"{kind}_processor", None) for kind in MediaKind}
         self._parts = {
-            kind: ItemProcessor(
-                real[kind],
-                owner._settings[kind],
-                [item for item in media if item.kind is kind],
-                owner._memo,
-                settings.size_for(real[kind]),
-                together=owner.notes.pictures_together and kind is MediaKind.IMAGE,
-            )
-            for kind in MediaKind
+            kind: self._part(kind, [item for item in media if item.kind is kind], settings) for kind in MediaKind
         }
+
+    def _part(self, kind: MediaKind, items: list[MediaItem], settings: MediaSettings) -> Any:
+        owner = self._owner
+        real = getattr(owner.processor, f"{kind}_processor", None)
+        size = settings.size_for(real)
+        if owner.whole:
+            return WholeProcessor(real, items, size)
+        together = owner.notes.pictures_together and kind is MediaKind.IMAGE
+        return ItemProcessor(real, owner._settings[kind], items, owner._memo, size, together=together)
 
     def run(self, use: Any) -> list[int]:
         """Call `use` with the processor's stand-in; returns the ids of its one conversation."""
@@ -272,8 +288,16 @@ class _Call:
         except Exception as error:  # the border to templates and processors: they raise what they like on odd input
             line = first_line(error)
             raise RequestError(f"the model's processor refuses these messages: {line}", param="messages") from error
+        self._output = output
         self._extras = {name: output[name] for name in VIDEO_EXTRAS if name in output}
         return list(output["input_ids"][0])
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """All that the processor returned beside the ids. Raises RequestError where it did not take the media."""
+        for kind, part in self._parts.items():
+            if part.items and not any(name.startswith("pixel_values") for name in self._output):
+                raise RequestError(f"the chat template places no {kind}s where the messages have them", "messages")
+        return {name: torch.as_tensor(value) for name, value in self._output.items() if name != "input_ids"}
 
     def placed_items(self) -> list[ProcessedItem]:
         """The items in the order of their places in the text."""

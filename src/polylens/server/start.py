@@ -38,7 +38,7 @@ def load(model: str | Path, config: EngineConfig, chat_template: str | None = No
         return loaded
     processor = loaded.processing.processor
     processor.chat_template = chat_template
-    processing = Processing(processor, loaded.config, loaded.model.generation_config)
+    processing = Processing(processor, loaded.config, loaded.model.generation_config, whole=loaded.processing.whole)
     return dataclasses.replace(loaded, processing=processing)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polylens.models.families import internvl, paligemma
+from polylens.models.families import florence2, internvl, paligemma
 from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
 
 if TYPE_CHECKING:
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "FamilyNotes", "TwoWay", "notes_for"]
 
 FAMILIES: Mapping[str, FamilyNotes] = {
+    "florence2": FamilyNotes(
+        processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
+    ),
     "gemma3": FamilyNotes(
         matmul_parameters=("mm_input_projection_weight",),
         two_way=TwoWay.IMAGES,
@@ -23,6 +26,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         processor=ProcessorNotes(dropped_inputs=("num_patches",), plain_call=True),
     ),
     "llava": FamilyNotes(),
+    "mllama": FamilyNotes(),
     "paligemma": FamilyNotes(
         two_way=TwoWay.PROMPT,
         first_position=1,

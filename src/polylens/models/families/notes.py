@@ -68,6 +68,7 @@ class ProcessorNotes:
     """Facts about one family's processor.
 
     chat_template: used where a checkpoint has none; None: such a checkpoint is refused.
+    commands: pattern of tokens that users type on purpose (tasks, places); all others that they type are plain text.
     feature_ids_entries: config entries with further ids of tokens that features replace.
     dropped_inputs, kept_inputs: tensors that no encoder takes although the processor does not say so, and tensors
     it says are unused that the family's hooks need.
@@ -78,6 +79,7 @@ class ProcessorNotes:
     """
 
     chat_template: str | None = None
+    commands: str | None = None
     feature_ids_entries: tuple[str, ...] = ()
     dropped_inputs: tuple[str, ...] = ()
     kept_inputs: tuple[str, ...] = ()

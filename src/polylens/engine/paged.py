@@ -1,0 +1,154 @@
+"""The executor that mixes: many requests in one batch, keys and values in the engine's pages, features cached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from polylens.engine.executor import Limits
+from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv
+from polylens.engine.pages import pages_for
+from polylens.engine.runner import Runner
+from polylens.engine.sequence import MediaSpan
+from polylens.engine.vision import EncodeJob, VisionStage
+from polylens.errors import ModelLoadError, PolylensError
+from polylens.models.positions import position_rows, two_way_spans
+from polylens.models.text import TextRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from polylens.config import EngineConfig
+    from polylens.engine import sequence
+    from polylens.engine.scheduler import StepEntry
+    from polylens.lora.context import RoutingContext
+    from polylens.models.encoder import ItemFeatures
+    from polylens.models.loading import LoadedModel
+    from polylens.models.processing import PreparedPrompt
+
+
+MAX_STATE_SHARE = 0.5
+"""Part of `kv_bytes` that states which layers carry from token to token (Qwen3.5, LFM2) may take: they are as large
+for a short answer as for a long one, and must leave room for the pages of long ones."""
+
+
+@dataclass(eq=False)
+class _Media:
+    """A sequence's pictures by vision key.
+
+    features: held from the first chunk that needs them to the end of the prefill; after it they are the vision
+    cache's to keep or to drop.
+    """
+
+    jobs: Mapping[str, EncodeJob]
+    features: dict[str, ItemFeatures] = field(default_factory=dict)
+
+
+class PagedExecutor:
+    """Encodes the pictures a step needs, then runs the text model over all its entries at once."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, context: RoutingContext, vision: VisionStage) -> None:
+        text = TextRunner(loaded)
+        with torch.inference_mode():
+            layers, state_bytes = measure_kv(text, position_rows(loaded.inner))
+        max_running = _max_running(config, state_bytes)
+        num_pages = _num_pages(config, loaded, bytes_per_token(layers, loaded.dtype), max_running, state_bytes)
+        kv = PagedKV(
+            layers, num_pages=num_pages, page_tokens=config.page_tokens, dtype=loaded.dtype, device=loaded.device
+        )
+        self.limits = Limits(
+            num_pages,
+            config.page_tokens,
+            config.max_step_tokens,
+            max_running,
+            # Pages hold no state: a sequence whose layers carry one cannot begin in the middle.
+            shares_pages=config.prefix_cache and not text.carries_state,
+            state_bytes=state_bytes,
+        )
+        self._two_way = loaded.notes.two_way
+        self._vision = vision
+        self._runner = Runner(text, kv, context)
+        self._media: dict[str, _Media] = {}
+
+    def start(self, seq: sequence.Sequence, prompt: PreparedPrompt) -> None:
+        jobs = [EncodeJob.of(item, seq.adapter, seq.cache_salt) for item in prompt.items]
+        seq.media = _media_spans(prompt, jobs)
+        seq.bidirectional_spans = two_way_spans(self._two_way, prompt)
+        self._media[seq.request_id] = _Media({job.key: job for job in jobs})
+
+    def prepare(self, entries: Sequence[StepEntry]) -> dict[str, PolylensError]:
+        """Get the features the entries need; sequences whose pictures fail have the error."""
+        wanted: dict[str, EncodeJob] = {}
+        needs: list[tuple[str, str]] = []
+        for entry in entries:
+            media = self._media[entry.seq.request_id]
+            # A dict, not a set: the order of items in an encoder batch must not differ from run to run.
+            for key in dict.fromkeys(span.vision_key for span in entry.media):
+                if key in media.features:
+                    continue
+                wanted[key] = media.jobs[key]
+                needs.append((entry.seq.request_id, key))
+        found = self._vision.encode(list(wanted.values()))
+        failed: dict[str, PolylensError] = {}
+        for request_id, key in needs:
+            features = found[key]
+            if isinstance(features, PolylensError):
+                failed[request_id] = features
+            else:
+                self._media[request_id].features[key] = features
+        return failed
+
+    def run(self, entries: Sequence[StepEntry]) -> torch.Tensor:
+        logits_sv = self._runner.run(entries, self._features(entries))
+        for entry in entries:
+            if entry.samples:
+                self._media[entry.seq.request_id].features.clear()
+        return logits_sv
+
+    def end(self, seq: sequence.Sequence) -> None:
+        self._media.pop(seq.request_id, None)
+
+    def _features(self, entries: Iterable[StepEntry]) -> dict[str, ItemFeatures]:
+        return {
+            span.vision_key: self._media[entry.seq.request_id].features[span.vision_key]
+            for entry in entries
+            for span in entry.media
+        }
+
+
+def _max_running(config: EngineConfig, state_bytes: int) -> int:
+    """Sequences decoded together: no more than whose carried states fill their part of the KV budget."""
+    if state_bytes == 0:
+        return config.max_running
+    affordable = int(config.kv_bytes * MAX_STATE_SHARE) // state_bytes
+    if affordable < 1:
+        raise ModelLoadError(
+            f"kv_bytes={config.kv_bytes} is too small: a request of this model carries a state of {state_bytes} bytes; "
+            f"give at least {int(state_bytes / MAX_STATE_SHARE)}"
+        )
+    return min(config.max_running, affordable)
+
+
+def _num_pages(config: EngineConfig, loaded: LoadedModel, token_bytes: int, max_running: int, state_bytes: int) -> int:
+    """KV pages within the byte budget left by states, but no more than the running sequences could ever fill."""
+    affordable = (config.kv_bytes - max_running * state_bytes) // (token_bytes * config.page_tokens)
+    if affordable < 1:
+        raise ModelLoadError(
+            f"kv_bytes={config.kv_bytes} holds no KV page: one page of {config.page_tokens} tokens needs "
+            f"{token_bytes * config.page_tokens} bytes"
+        )
+    usable = max_running * pages_for(loaded.max_model_len, config.page_tokens)
+    return min(affordable, usable)
+
+
+def _media_spans(prompt: PreparedPrompt, jobs: Sequence[EncodeJob]) -> tuple[MediaSpan, ...]:
+    """The prompt's media runs with the offsets of their rows within their items, in prompt order."""
+    spans = []
+    for slot in prompt.slots:
+        offset = 0
+        for start, length in slot.positions:
+            spans.append(MediaSpan(start, length, jobs[slot.item_index].key, slot.item_index, offset))
+            offset += length
+    return tuple(sorted(spans, key=lambda span: span.start))
