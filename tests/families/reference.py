@@ -97,10 +97,8 @@ def reference_inputs(
     if frames_as_pictures is not None:
         messages = _with_frames(messages, frames_as_pictures)
     if not processor.chat_template:
-        return _inputs_without_template(processor, messages)
-    videos = [part for message in messages for part in _parts(message["content"]) if part["type"] == "video"]
-    if processor.chat_template is None:
         return _tensors(processor(**plain_inputs(processor, _as_parts(messages)), return_tensors="pt"))
+    videos = [part for message in messages for part in _parts(message["content"]) if part["type"] == "video"]
     inputs = processor.apply_chat_template(
         _as_parts(messages),
         add_generation_prompt=True,
@@ -113,15 +111,6 @@ def reference_inputs(
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-
-
-def _inputs_without_template(processor: ProcessorMixin, messages: Messages) -> dict[str, torch.Tensor]:
-    """Florence-2: the text of the one message and its picture, as its model card calls the processor."""
-    parts = _parts(messages[0]["content"])
-    pictures = [part["image"] for part in parts if part["type"] == "image"]
-    text = "".join(part["text"] for part in parts if part["type"] == "text")
-    inputs = processor(text=text, images=pictures or None, return_tensors="pt")
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 

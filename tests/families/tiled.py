@@ -18,7 +18,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families import crops
+from tests.families import anyres, crops
 from tests.families.paligemma import paligemma, paligemma_processor, paligemma_tokenizer
 from tests.families.recipes import Family, text_config
 from tests.families.tokenizers_and_templates import (
@@ -112,11 +112,36 @@ def _llava_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     )
 
 
+CHATML_STOP = ("<|im_end|>",)
+GRANITE_STOP = ("<|end_of_text|>",)
+
 TILED: Mapping[str, Family] = {
     "gemma3": Family(gemma_tokenizer, _gemma3_processor, _gemma3, ("<eos>", "<end_of_turn>")),
     "llava": Family(llava_tokenizer, _llava_processor, _llava, ("</s>",)),
     "paligemma": Family(paligemma_tokenizer, paligemma_processor, paligemma, ("<eos>",), needs_picture=True),
     "internvl": Family(
-        crops.internvl_tokenizer, crops.internvl_processor, crops.internvl, ("<|im_end|>",), takes_videos=True
+        crops.internvl_tokenizer, crops.internvl_processor, crops.internvl, CHATML_STOP, takes_videos=True
     ),
+    "llava_next": Family(llava_tokenizer, anyres.llava_next_processor, anyres.llava_next, ("</s>",)),
+    "llava_next_granite": Family(
+        anyres.granite_tokenizer, anyres.llava_next_granite_processor, anyres.llava_next_granite, GRANITE_STOP
+    ),
+    "llava_next_video": Family(
+        anyres.llava_next_video_tokenizer,
+        anyres.llava_next_video_processor,
+        anyres.llava_next_video,
+        ("</s>",),
+        takes_videos=True,
+    ),
+    "llava_onevision": Family(
+        anyres.onevision_tokenizer,
+        anyres.llava_onevision_processor,
+        anyres.llava_onevision,
+        CHATML_STOP,
+        takes_videos=True,
+    ),
+    "granite4_vision": Family(
+        anyres.granite_tokenizer, anyres.granite4_vision_processor, anyres.granite4_vision, GRANITE_STOP
+    ),
+    "vipllava": Family(llava_tokenizer, anyres.vipllava_processor, anyres.vipllava, ("</s>",)),
 }

@@ -33,15 +33,36 @@ ONEVISION_TEMPLATE = (
 )
 """All pictures of a message come before its videos, and these before its text."""
 
+LLAVA_VIDEO_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'video') %}{{ '<video>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}"
+    "{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+GRANITE_TEMPLATE = (
+    "{% for message in messages %}{{ '<|start_of_role|>' + message['role'] + '<|end_of_role|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<image>' }}"
+    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|end_of_text|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
+)
+GRANITE_SPECIAL = ("<|end_of_text|>", "<|pad|>", "<|start_of_role|>", "<|end_of_role|>", "<image>")
+
 
 def plain_inputs(processor: Any, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the documentation of a family without a chat template passes to its processor, for one user's turn."""
     parts = [part for message in messages for part in message["content"]]
     pictures = [part["image"] for part in parts if part["type"] == "image"]
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    return {"images": pictures, "text": _PLAIN[type(processor).__name__](len(pictures), text)}
+    return {"images": pictures or None, "text": _PLAIN[type(processor).__name__](len(pictures), text)}
 
 
 _PLAIN = {
+    "Florence2Processor": lambda num_pictures, text: text,
     "PaliGemmaProcessor": lambda num_pictures, text: "<image>" * num_pictures + text,
 }

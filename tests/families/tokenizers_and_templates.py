@@ -234,7 +234,7 @@ def gemma_tokenizer(
     return _retyped(tokenizer, GemmaTokenizer)
 
 
-def llava_tokenizer() -> LlamaTokenizer:
+def llava_tokenizer(added: Sequence[str] = LLAVA_ADDED_TOKENS) -> LlamaTokenizer:
     """Llama 2 style BPE: `▁` put before the text's first word, byte fallback, `<s>` added by the tokenizer."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=True)
@@ -243,7 +243,7 @@ def llava_tokenizer() -> LlamaTokenizer:
         vocab=_with_byte_fallback(LLAMA_FIRST_TOKENS, vocab),
         merges=merges,
         pad_token="<pad>",
-        extra_special_tokens=[AddedToken(token, special=True, normalized=False) for token in LLAVA_ADDED_TOKENS],
+        extra_special_tokens=[AddedToken(token, special=True, normalized=False) for token in added],
         add_bos_token=True,
         model_max_length=2048,
     )

@@ -17,6 +17,12 @@ from polylens.models.row_rules import RowRule
 WITHOUT_EFFECT = {
     "internvl": None,
     "paligemma": None,
+    "llava_next": r"\.layers\.2\.|post_layernorm",
+    "llava_next_granite": r"post_layernorm",
+    "llava_next_video": r"\.layers\.2\.|post_layernorm",
+    "llava_onevision": r"post_layernorm",
+    "granite4_vision": r"post_layernorm",
+    "vipllava": r"\.layers\.3\.|post_layernorm",
 }
 """By family: a pattern of the layers whose output never reaches the features; all others go by tiles."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from polylens.core import Component, LayerKind, LayerSpec
 from polylens.errors import RowRuleError
-from polylens.models.encoder import ItemFeatures
+from polylens.models.features import ItemFeatures
 from polylens.models.probe import CONTRAST_FACTOR, ProbeResult, probe_row_rules
 from polylens.models.probe_hooks import ProbeLayer
 from polylens.models.row_rules import RowRule

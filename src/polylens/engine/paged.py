@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polylens.engine import sequence
     from polylens.engine.scheduler import StepEntry
     from polylens.lora.context import RoutingContext
-    from polylens.models.encoder import ItemFeatures
+    from polylens.models.features import ItemFeatures
     from polylens.models.loading import LoadedModel
     from polylens.models.processing import PreparedPrompt
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from polylens.engine.kv import PagedKV
     from polylens.engine.scheduler import StepEntry
     from polylens.lora.context import RoutingContext
-    from polylens.models.encoder import ItemFeatures
+    from polylens.models.features import ItemFeatures
     from polylens.models.recurrent import CarriedState
 
 

@@ -14,7 +14,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from polylens.errors import PolylensError
-from polylens.models.encoder import ItemFeatures, encode
+from polylens.models.encoder import encode
+from polylens.models.features import ItemFeatures
 from polylens.models.row_rules import ItemSize
 
 if TYPE_CHECKING:

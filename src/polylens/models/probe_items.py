@@ -30,7 +30,7 @@ _FRAMES = (2, 4, 2)
 _FPS = 2.0
 
 _TILES = (1, 2, 1)
-"""Tiles of the items where a processor makes one tile of any picture."""
+"""How often each item is taken where a processor makes equally many tiles of any picture."""
 
 
 def synthetic_items(processing: Processing) -> list[list[ProcessedItem]]:
@@ -58,8 +58,8 @@ def _is_tiled(items: Sequence[ProcessedItem]) -> bool:
 
 
 def _with_unequal_tiles(items: list[ProcessedItem]) -> list[ProcessedItem]:
-    """Where every item has the same number of tiles, repeat items: an item of n tiles packs like n items."""
-    if not _is_tiled(items) or _is_unequal(items):
+    """Where every item has the same number of tiles, repeat items: one picture twice packs like two."""
+    if not _is_tiled(items) or len({ItemSize.of(item).num_tiles for item in items}) > 1:
         return items
     return [_packed([item] * count) for item, count in zip(items, _TILES, strict=True)]
 

@@ -30,11 +30,12 @@ class MediaRows:
 class TextStep:
     """One step's input to the text model, for a family's `text_arguments`.
 
-    text: the text model. token_ids_t: (t,), media tokens as they are in the prompt. x_td: (t, d) embeddings with
-    features in place.
+    text: the text model. config: the whole model's. token_ids_t: (t,), media tokens as they are in the prompt.
+    x_td: (t, d) embeddings with features in place.
     """
 
     text: Any
+    config: Any
     token_ids_t: torch.Tensor
     x_td: torch.Tensor
     media: MediaRows | None
@@ -53,6 +54,7 @@ class TextRunner:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._text = loaded.text_model
+        self._config = loaded.config
         self._head = loaded.head
         self._embed = loaded.model.get_input_embeddings()
         self._arguments = loaded.notes.text_arguments or deepstack_arguments
@@ -87,7 +89,7 @@ class TextRunner:
             position_ids=positions[:, None] if positions.shape[0] > 1 else positions,
             use_cache=False,
             polylens_batch=batch,
-            **self._arguments(TextStep(self._text, token_ids_t, x_td, media)),
+            **self._arguments(TextStep(self._text, self._config, token_ids_t, x_td, media)),
         )
         return output.last_hidden_state[0]
 

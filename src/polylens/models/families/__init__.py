@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polylens.models.families import florence2, internvl, paligemma
+from polylens.models.families import florence2, frames, granite4_vision, llava_onevision, paligemma
 from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
 
 if TYPE_CHECKING:
@@ -20,12 +20,21 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         matmul_parameters=("mm_input_projection_weight",),
         two_way=TwoWay.IMAGES,
     ),
+    "granite4_vision": FamilyNotes(read_features=granite4_vision.read, text_arguments=granite4_vision.text_arguments),
     "internvl": FamilyNotes(
-        collate=internvl.concat_frames,
-        encode=internvl.encode,
+        collate=frames.concat_frames,
+        encode=frames.encode_as_pictures,
         processor=ProcessorNotes(dropped_inputs=("num_patches",), plain_call=True),
     ),
     "llava": FamilyNotes(),
+    "llava_next": FamilyNotes(),
+    "llava_next_video": FamilyNotes(collate=frames.concat_frames),
+    "llava_onevision": FamilyNotes(
+        collate=frames.concat_frames,
+        encode=llava_onevision.encode,
+        read_features=llava_onevision.read,
+        processor=ProcessorNotes(pictures_together=True),
+    ),
     "mllama": FamilyNotes(),
     "paligemma": FamilyNotes(
         two_way=TwoWay.PROMPT,
@@ -38,6 +47,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "qwen3_5_moe": FamilyNotes(),
     "qwen3_vl": FamilyNotes(),
     "qwen3_vl_moe": FamilyNotes(),
+    "vipllava": FamilyNotes(),
 }
 """By `config.model_type`, in alphabetical order: the families whose parity with merged weights the tests prove."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, cat
 from polylens.core import MediaKind
 
 if TYPE_CHECKING:
-    from polylens.models.encoder import ItemFeatures
+    from polylens.models.features import ItemFeatures
     from polylens.models.text import TextStep
 
 
