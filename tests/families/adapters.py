@@ -15,9 +15,16 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 Targets = Literal["tower", "connector", "connector+language", "language", "all"]
 TARGETS: tuple[Targets, ...] = ("tower", "connector", "connector+language", "language", "all")
 
-CONNECTOR_MARKS = ("merger", "multi_modal_projector", "layerwise_projectors", "spatial_projectors")
+CONNECTOR_MARKS = (
+    "merger",
+    "multi_modal_projector",
+    "layerwise_projectors",
+    "spatial_projectors",
+    "vision_projection",
+    ".connector.",
+)
 """Parts of a module path that belong to the connector in one of the families."""
-TOWER_MARKS = ("visual", "vision_tower", "vision_model")
+TOWER_MARKS = ("visual", "vision_tower", "vision_encoder", "vision_model")
 GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"
 """Gemma 3's connector: a bare parameter, which PEFT reaches through `target_parameters`."""
 

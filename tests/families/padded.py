@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tests.families import idefics, pixtral
 from tests.families.recipes import Family
 
-PADDED: Mapping[str, Family] = {}
+_IDEFICS_STOP = ("<end_of_utterance>",)
+_QWEN_STOP = ("<|im_end|>", "<|endoftext|>")
+
+PADDED: Mapping[str, Family] = {
+    "idefics2": Family(idefics.idefics2_tokenizer, idefics.idefics2_processor, idefics.idefics2, _IDEFICS_STOP),
+    "idefics3": Family(idefics.idefics3_tokenizer, idefics.idefics3_processor, idefics.idefics3, _IDEFICS_STOP),
+    "lighton_ocr": Family(pixtral.lighton_tokenizer, pixtral.lighton_ocr_processor, pixtral.lighton_ocr, _QWEN_STOP),
+    "llava_pixtral": Family(
+        pixtral.pixtral_tokenizer, pixtral.llava_pixtral_processor, pixtral.llava_pixtral, ("</s>",)
+    ),
+    "mistral3": Family(pixtral.pixtral_tokenizer, pixtral.mistral3_processor, pixtral.mistral3, ("</s>",)),
+    "smolvlm": Family(
+        idefics.smolvlm_tokenizer, idefics.smolvlm_processor, idefics.smolvlm, _IDEFICS_STOP, takes_videos=True
+    ),
+}
+"""By `config.model_type`, but LLaVA's second tower."""

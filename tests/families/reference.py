@@ -107,7 +107,17 @@ def reference_inputs(
         return_tensors="pt",
         processor_kwargs=_video_options(videos),
     )
-    return _tensors(inputs)
+    return {**_tensors(inputs), **_lost_pixels(processor, messages, inputs)}
+
+
+def _lost_pixels(processor: ProcessorMixin, messages: Messages, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The pixels of all media, where the processor names pictures and videos alike and so returns one kind's only."""
+    media = [part for message in messages for part in _parts(message["content"]) if part["type"] != "text"]
+    if len({part["type"] for part in media}) < 2 or "pixel_values_videos" in inputs:
+        return {}
+    alone = [reference_inputs(processor, [{"role": "user", "content": [part]}]) for part in media]
+    names = [name for name in alone[0] if name.startswith("pixel_")]
+    return {name: torch.cat([one[name] for one in alone], dim=1) for name in names}
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

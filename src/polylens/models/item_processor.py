@@ -137,7 +137,7 @@ def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     packed: dict[str, Any] = {}
     for name in outputs[0]:
         values = [output[name] for output in outputs]
-        if name.startswith("pixel_values"):
+        if name.startswith("pixel_"):  # pixels and their masks
             packed[name] = PixelRows(row for value in values for row in (value if value.dim() > 2 else [value]))
         elif isinstance(values[0], torch.Tensor):
             packed[name] = torch.cat(values)

@@ -21,11 +21,14 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         two_way=TwoWay.IMAGES,
     ),
     "granite4_vision": FamilyNotes(read_features=granite4_vision.read, text_arguments=granite4_vision.text_arguments),
+    "idefics2": FamilyNotes(),
+    "idefics3": FamilyNotes(),
     "internvl": FamilyNotes(
         collate=frames.concat_frames,
         encode=frames.encode_as_pictures,
         processor=ProcessorNotes(dropped_inputs=("num_patches",), plain_call=True),
     ),
+    "lighton_ocr": FamilyNotes(),
     "llava": FamilyNotes(),
     "llava_next": FamilyNotes(),
     "llava_next_video": FamilyNotes(collate=frames.concat_frames),
@@ -35,6 +38,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         read_features=llava_onevision.read,
         processor=ProcessorNotes(pictures_together=True),
     ),
+    "mistral3": FamilyNotes(),
     "mllama": FamilyNotes(),
     "paligemma": FamilyNotes(
         two_way=TwoWay.PROMPT,
@@ -47,6 +51,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "qwen3_5_moe": FamilyNotes(),
     "qwen3_vl": FamilyNotes(),
     "qwen3_vl_moe": FamilyNotes(),
+    "smolvlm": FamilyNotes(),
     "vipllava": FamilyNotes(),
 }
 """By `config.model_type`, in alphabetical order: the families whose parity with merged weights the tests prove."""
