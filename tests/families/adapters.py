@@ -23,6 +23,7 @@ CONNECTOR_MARKS = (
     "vision_projection",
     ".connector.",
 )
+CONNECTOR_MARKS = ("merger", "downsample", "projector", "resampler_model")
 """Parts of a module path that belong to the connector in one of the families."""
 TOWER_MARKS = ("visual", "vision_tower", "vision_encoder", "vision_model")
 GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"

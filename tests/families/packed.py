@@ -29,6 +29,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from tests.families.glm import GLM
 from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
 from tests.families.tokenizers_and_templates import QWEN2_TEMPLATE, QWEN3_TEMPLATE, qwen_tokenizer
 
@@ -174,6 +175,7 @@ def _qwen_processor(cls: type, video_cls: type, template: str) -> Callable[[PreT
 QWEN_STOP = ("<|im_end|>", "<|endoftext|>")
 
 PACKED: Mapping[str, Family] = {
+    **GLM,
     "qwen2_vl": Family(
         qwen_tokenizer,
         _qwen_processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, QWEN2_TEMPLATE),

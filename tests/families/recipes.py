@@ -19,7 +19,8 @@ MAX_PIXELS = 64 * 64
 class Family:
     """How one family's checkpoint is made.
 
-    takes_videos: whether its processor does. needs_picture: whether it refuses a request without one.
+    takes_videos: whether its processor does. needs_picture: whether it refuses a request without one. mixes_kinds:
+    whether transformers' own forward takes pictures and videos in one prompt.
     """
 
     make_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -28,6 +29,7 @@ class Family:
     stop_tokens: tuple[str, ...]
     takes_videos: bool = False
     needs_picture: bool = False
+    mixes_kinds: bool = True
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -72,6 +72,8 @@ def questions(family: str) -> dict[str, list[dict[str, Any]]]:
 
 def _taken(family: str, asked: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     """Those that the family takes: some take one turn, and refuse it without a picture."""
+    if not ALL_FAMILIES[family].mixes_kinds:
+        asked = {name: messages for name, messages in asked.items() if name != "mixed media"}
     if not ALL_FAMILIES[family].needs_picture:
         return asked
     return {name: messages for name, messages in asked.items() if "text" not in name and name != "turns"}
