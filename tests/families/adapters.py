@@ -22,8 +22,11 @@ CONNECTOR_MARKS = (
     "spatial_projectors",
     "vision_projection",
     ".connector.",
+    "downsample",
+    "mm_projector",
+    "model.projector.",
+    "resampler_model",
 )
-CONNECTOR_MARKS = ("merger", "downsample", "projector", "resampler_model")
 """Parts of a module path that belong to the connector in one of the families."""
 TOWER_MARKS = ("visual", "vision_tower", "vision_encoder", "vision_model")
 GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"
