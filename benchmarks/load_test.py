@@ -35,7 +35,6 @@ from PIL import Image
 
 from polylens.config import EngineConfig
 from polylens.engine.compare import LOGIT_TOLERANCE, MAX_TIE_FRACTION, TIE_GAP
-from polylens.engine.engine import Engine
 from polylens.engine.thread import EngineThread
 from polylens.server.app import build_app
 from polylens.server.options import AdapterPolicy, ServerOptions
@@ -86,10 +85,10 @@ class Load:
 
 
 @contextmanager
-def served(engine: Engine, thread: EngineThread, root: Path) -> Iterator[str]:
+def served(thread: EngineThread, root: Path) -> Iterator[str]:
     """The server in a thread of this process, so that its engine can be looked into afterwards."""
     options = ServerOptions((MODEL,), adapters=AdapterPolicy(loading=True, root=root))
-    app = build_app(Service(thread, engine.loaded, engine.registry, options))
+    app = build_app(Service(thread, options))
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn_config(app))
     runner = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
@@ -307,14 +306,14 @@ def left_behind(thread: EngineThread) -> list[str]:
     return [f"{count} {what} left behind" for what, count in found.items() if count]
 
 
-def measure(engine: Engine, thread: EngineThread, load: Load, root: Path) -> dict[str, Any]:
+def measure(thread: EngineThread, load: Load, root: Path) -> dict[str, Any]:
     """Run the load; returns the row to print."""
-    adapter_bytes = engine.registry.resident_bytes()
-    with served(engine, thread, root) as url:
+    adapter_bytes = thread.registry.resident_bytes()
+    with served(thread, root) as url:
         tally, seconds = asyncio.run(run(url, load))
         problems = [*tally.wrong, *left_behind(thread)]
-    if engine.registry.resident_bytes() != adapter_bytes:
-        problems.append(f"{engine.registry.resident_bytes() - adapter_bytes} bytes of adapters left behind")
+    if thread.registry.resident_bytes() != adapter_bytes:
+        problems.append(f"{thread.registry.resident_bytes() - adapter_bytes} bytes of adapters left behind")
     if tally.ties > MAX_TIE_FRACTION * tally.compared:
         problems.append(f"{tally.ties} of {tally.compared} answers with ties")
     num_ends = sum(count for end, count in tally.ends.items() if end != "loads")
@@ -374,7 +373,7 @@ def main() -> int:
         root = Path(folder)
         mine, guest, swing = prepare({name: Path(path) for name, path in adapters.items()}, root)
         loaded = load(arguments.model or data.model_path(), config)
-        engine, thread = start(loaded, config, mine, max_queue=arguments.max_queue)
+        thread = start(loaded, config, mine, max_queue=arguments.max_queue)
         work = Load(
             names=list(mine),
             pictures=[picture_url(picture) for picture in pictures],
@@ -385,7 +384,7 @@ def main() -> int:
             swing=swing,
             seed=arguments.seed,
         )
-        row = measure(engine, thread, work, root)
+        row = measure(thread, work, root)
         thread.stop()
     print(json.dumps(row))
     return 0 if row["ok"] else 1

@@ -63,6 +63,8 @@ class EngineConfig:
     """Adapters on the device at a time; the others come in when asked for. None: all that are loaded."""
     adapter_host_bytes: int | None = None
     """Adapters kept in CPU memory beside those on the device, which spares reading files again; None: all."""
+    read_pickles: bool = True
+    """Whether an adapter's weights may be in `adapter_model.bin`, which torch's weights-only load reads."""
     max_step_tokens: int = 2048
     """Tokens (prefill chunks plus decodes) in one text step."""
     max_running: int = 64
@@ -77,6 +79,16 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 raise ModelLoadError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name in ("page_tokens", "max_step_tokens", "max_running", "max_encoder_rows", "kv_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelLoadError(f"{name} must be a whole number of at least 1, got {value!r}")
+            self._check_whole(name, 1)
+        self._check_whole("vision_cache_bytes", 0)
+        for name, least in (("max_model_len", 1), ("adapter_device_bytes", 0), ("adapter_host_bytes", 0)):
+            if getattr(self, name) is not None:
+                self._check_whole(name, least)
+        for name in ("trust_remote_code", "read_pickles", "prefix_cache", "show_progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise ModelLoadError(f"{name} must be True or False, got {getattr(self, name)!r:.200}")
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelLoadError(f"{name} must be a whole number of at least {least}, got {value!r:.200}")

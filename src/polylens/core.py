@@ -7,6 +7,7 @@ t tokens (or rows), d a layer's width, i a layer's input width, o its output wid
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
+
+
+BASE_NAME = "base"
+"""What commands call the model without an adapter; no adapter may take this name."""
 
 
 class Component(StrEnum):
@@ -275,6 +280,10 @@ _CONSTRAINT_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Beyond these, penalised logits would leave float32; at these, a token is as good as certain, or never chosen."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends. Greedy by default.
@@ -286,11 +295,11 @@ class SamplingParams:
     `ignore_eos` generates `max_tokens` tokens regardless of stop ids.
 
     What changes the logits, in this order: `constraint` (see `Constraint`); `logit_bias` adds to the logits of
-    token ids, -100 to 100; `repetition_penalty` above 0 divides positive and multiplies negative logits of tokens
-    that prompt or answer hold; `frequency_penalty` is subtracted once for each time the answer has the token, and
-    `presence_penalty` once if it has it (both -2 to 2).
+    token ids, -100 to 100; `repetition_penalty` (1e-6 to 1e6) divides positive and multiplies negative logits of
+    tokens that prompt or answer hold; `frequency_penalty` is subtracted once for each time the answer has the
+    token, and `presence_penalty` once if it has it (both -2 to 2).
 
-    A request also ends (finish reason "length") where prompt and answer fill the model's context.
+    A request also ends (finish reason "length") where prompt and answer fill the context (`LLM.engine.max_model_len`).
     Raises RequestError for a value out of range, naming it.
     """
 
@@ -319,7 +328,10 @@ class SamplingParams:
         _check_number("min_p", self.min_p, lambda value: 0.0 <= value < 1.0, "at least 0 and below 1")
         _check_number("presence_penalty", self.presence_penalty, lambda value: -2.0 <= value <= 2.0, "-2 to 2")
         _check_number("frequency_penalty", self.frequency_penalty, lambda value: -2.0 <= value <= 2.0, "-2 to 2")
-        _check_number("repetition_penalty", self.repetition_penalty, lambda value: value > 0.0, "above 0")
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, lambda value: low <= value <= high, f"{low:g} to {high:g}"
+        )
         self._check_logit_bias()
         is_constraint = self.constraint is None or isinstance(self.constraint, Constraint)
         _check(is_constraint, "constraint", self.constraint, "a Constraint")
@@ -345,7 +357,7 @@ class SamplingParams:
 
 def _check(ok: bool, param: str, value: object, wanted: str) -> None:
     if not ok:
-        raise RequestError(f"{param} must be {wanted}, got {value!r}", param=param)
+        raise RequestError(f"{param} must be {wanted}, got {value!r:.200}", param=param)
 
 
 def is_finite(value: float) -> bool:
@@ -383,6 +395,9 @@ class ChatRequest:
     mm_processor_kwargs: Mapping[str, Any] | None = None
     cache_salt: str | None = None
 
+    def __post_init__(self) -> None:
+        _check_request(self)
+
 
 @dataclass(frozen=True)
 class TextRequest:
@@ -397,8 +412,22 @@ class TextRequest:
     request_id: str | None = None
     cache_salt: str | None = None
 
+    def __post_init__(self) -> None:
+        _check_request(self)
+
 
 Request = ChatRequest | TextRequest
+
+
+def _check_request(request: Request) -> None:
+    """Raise RequestError for a field of another kind; messages and prompt are checked when they are read."""
+    for name in ("adapter", "request_id", "cache_salt"):
+        value = getattr(request, name)
+        _check(value is None or (isinstance(value, str) and bool(value)), name, value, "a non-empty string, or None")
+    _check(isinstance(request.sampling, SamplingParams), "sampling", request.sampling, "a SamplingParams")
+    for name in ("chat_template_kwargs", "mm_processor_kwargs"):
+        value = getattr(request, name, None)
+        _check(value is None or isinstance(value, MappingABC), name, value, "a dict, or None")
 
 
 class FinishReason(StrEnum):

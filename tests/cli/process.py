@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 TIMEOUT_S = 300
@@ -31,3 +33,18 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert len(done.stderr.splitlines()) == 1, done.stderr
     for word in words:
         assert word in done.stderr
+
+
+@contextmanager
+def started(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that runs; killed on leaving."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "polylens", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

@@ -9,7 +9,7 @@ from typing import Any
 
 from polylens import LLM, SamplingParams
 from tests.cli.conftest import Shop
-from tests.cli.process import assert_refused, polylens
+from tests.cli.process import assert_refused, polylens, started
 
 
 def line(custom_id: str, model: str, content: Any, **body: Any) -> str:
@@ -47,15 +47,37 @@ def test_good_lines_are_answered_and_bad_ones_get_an_error_each(shop: Shop, tmp_
         line("no-picture", "eyes", with_picture("none.png")),
         line("web", "eyes", with_picture("https://example.org/a.png")),
         line("nobody", "nobody", "hi"),
-        line("n", "words", "hi", n=2),
+        line("n", "words", "hi", n=2, temperature=2.0, seed=1),
+        line("form", "eyes", with_picture("local.png"), guided_choice=["left", "right"], repetition_penalty=1.5),
+        line("wrong", "words", "hi", n=0),
+        json.dumps(
+            {
+                "custom_id": "plain",
+                "url": "/v1/completions",
+                "body": {"model": "words", "prompt": ["a", "b"], "max_tokens": 3},
+            }
+        ),
     ]
     done, answers = batch(shop, tmp_path, lines)
     assert done.stdout == ""
-    assert "4 of 9 requests answered" in done.stderr
-    ids = ["eyes-data", "eyes-file", "base", None, "words", "no-picture", "web", "nobody", "n"]
+    assert "7 of 12 requests answered" in done.stderr
+    ids = [
+        "eyes-data",
+        "eyes-file",
+        "base",
+        None,
+        "words",
+        "no-picture",
+        "web",
+        "nobody",
+        "n",
+        "form",
+        "wrong",
+        "plain",
+    ]
     assert [answer["custom_id"] for answer in answers] == ids
     statuses = [answer["response"]["status_code"] for answer in answers]
-    assert statuses == [200, 200, 200, 400, 200, 400, 400, 404, 400]
+    assert statuses == [200, 200, 200, 400, 200, 400, 400, 404, 200, 200, 400, 200]
     assert [answer["error"] is None for answer in answers] == [status == 200 for status in statuses]
     texts = [answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers[:3]]
     assert texts == [text_of(shop, model) for model in ("eyes", "eyes", "base")]
@@ -63,7 +85,11 @@ def test_good_lines_are_answered_and_bad_ones_get_an_error_each(shop: Shop, tmp_
     assert len(logprobs) == answers[2]["response"]["body"]["usage"]["completion_tokens"]
     assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
     assert "none.png" in answers[5]["error"]["message"]
-    assert answers[8]["error"]["param"] == "n"
+    assert [choice["index"] for choice in answers[8]["response"]["body"]["choices"]] == [0, 1]
+    assert answers[9]["response"]["body"]["choices"][0]["message"]["content"] in ("left", "right")
+    assert answers[10]["error"]["param"] == "n"
+    assert [choice["index"] for choice in answers[11]["response"]["body"]["choices"]] == [0, 1]
+    assert not (tmp_path / "out.jsonl.partial").exists()
 
 
 def test_a_wrong_adapter_stops_everything(shop: Shop, tmp_path: Path):
@@ -72,3 +98,26 @@ def test_a_wrong_adapter_stops_everything(shop: Shop, tmp_path: Path):
     done = polylens("batch", shop.model, "--adapter", "empty", "--input", "in.jsonl", "--output", "o", cwd=tmp_path)
     assert_refused(done, "adapter_config.json")
     assert not (tmp_path / "o").exists()
+
+
+def test_a_killed_run_loses_no_answer(shop: Shop, tmp_path: Path):
+    """The second run takes over what the first one had answered, word for word, and does only the rest."""
+    lines = [line(f"r{index}", "words", f"hi {index}", max_tokens=30, ignore_eos=True) for index in range(300)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    arguments = ["batch", shop.model, *shop.adapters, "--input", "in.jsonl", "--output", "out.jsonl"]
+    partial = tmp_path / "out.jsonl.partial"
+    with started(*arguments, cwd=tmp_path) as process:
+        while not (partial.exists() and partial.read_bytes().count(b"\n") > 3):
+            assert process.poll() is None, "it ended before it could be killed"
+        process.kill()
+    kept = [
+        json.loads(raw)["output"] for raw in partial.read_text().splitlines(keepends=True)[1:] if raw.endswith("\n")
+    ]
+    assert 0 < len(kept) < 300
+    assert_refused(polylens(*arguments, cwd=tmp_path), "--resume")
+    done = polylens(*arguments, "--resume", cwd=tmp_path)
+    assert "300 of 300 requests answered" in done.stderr
+    written = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    assert [json.loads(raw)["custom_id"] for raw in written] == [f"r{index}" for index in range(300)]
+    assert set(kept) <= set(written)
+    assert not partial.exists()

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from polylens.cli import main, options
+from polylens.config import EngineConfig
 from polylens.errors import MediaError
 
 
@@ -46,16 +47,16 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
 def test_all_shared_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
     seen: dict[str, object] = {}
     monkeypatch.setattr("polylens.LLM", lambda model, **given: seen.update(model=model, **given), raising=False)
-    options.open_llm(
-        "m",
-        {"a": "b"},
-        dtype=options.DType.BFLOAT16,
+    given = options.ModelOptions("m", options.DType.BFLOAT16, "cuda", 5, 7, trust_remote_code=True)
+    options.open_llm(given, {"a": "b"})
+    config = EngineConfig(
+        dtype="bfloat16",
         device="cuda",
-        trust_remote_code=True,
         max_model_len=5,
         kv_bytes=7,
+        trust_remote_code=True,
+        show_progress=sys.stderr.isatty(),
     )
-    assert seen == {
-        "model": "m", "adapters": {"a": "b"}, "dtype": "bfloat16", "device": "cuda", "trust_remote_code": True,
-        "max_model_len": 5, "kv_bytes": 7, "show_progress": sys.stderr.isatty(),
-    }  # fmt: skip
+    assert seen == {"model": "m", "adapters": {"a": "b"}, "config": config}
+    options.open_llm(options.ModelOptions("m"), {})
+    assert seen["config"] == EngineConfig(show_progress=sys.stderr.isatty())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from polylens import LLM, Completion, SamplingParams
+from polylens.cli import main
 from tests.cli.conftest import Shop
 from tests.cli.process import assert_refused, polylens
 from tests.families.adapters import make_adapter
@@ -97,3 +99,33 @@ def test_an_adapter_of_another_model_is_refused(shop: Shop, tmp_path: Path):
     adapter = make_adapter(other, tmp_path / "foreign", targets="all", seed=1)
     done = polylens("run", shop.model, "--adapter", adapter, "--prompt", "x")
     assert_refused(done, "foreign")
+
+
+def test_fields_of_a_request_are_taken_as_the_server_takes_them(shop: Shop):
+    done = run(shop, "--use", "words", "--fields", '{"guided_choice": ["left", "right"], "top_k": -1}')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("left", "right")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--fields", "{"], "--fields is not JSON"),
+        (["--fields", "[]"], "--fields must be a JSON object"),
+        (["--fields", '{"surprise": 1}'], "'surprise' is not supported"),
+        (["--fields", '{"n": 2}'], "'n'"),
+        (["--max-tokens", "3", "--fields", '{"max_tokens": 2}'], "'max_tokens'"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--top-k", "-2"], "top_k"),
+    ],
+)
+def test_wrong_fields_are_refused_before_the_model_is_loaded(
+    arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("polylens.cli.run.open_llm", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(sys, "argv", ["polylens", "run", "m", "--prompt", "x", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err

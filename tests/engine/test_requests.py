@@ -10,7 +10,8 @@ import pytest
 
 from polylens import LLM, ChatRequest, SamplingParams, TextRequest
 from polylens.core import Completion
-from polylens.errors import AbortedError, ModelLoadError, RequestError, ShuttingDownError
+from polylens.errors import AbortedError, AdapterError, ModelLoadError, RequestError, ShuttingDownError
+from tests.families.adapters import make_adapter
 from tests.families.media import picture, user
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -134,3 +135,105 @@ def test_two_requests_of_one_id_are_refused(llm: LLM):
         llm.generate([request, request])
     assert caught.value.param == "request_id"
     llm.check_integrity()
+
+
+# ---- types that are wrong
+
+
+@pytest.mark.parametrize(
+    ("make", "param"),
+    [
+        (lambda: SamplingParams(max_tokens="x"), "max_tokens"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(temperature="hot"), "temperature"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(stop="a"), "stop"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(logit_bias=[1]), "logit_bias"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(constraint={"kind": "regex"}), "constraint"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(repetition_penalty=1e-300), "repetition_penalty"),
+        (lambda: ChatRequest(QUESTION, sampling={"max_tokens": 3}), "sampling"),  # type: ignore[arg-type]
+        (lambda: ChatRequest(QUESTION, adapter=3), "adapter"),  # type: ignore[arg-type]
+        (lambda: ChatRequest(QUESTION, request_id=""), "request_id"),
+        (lambda: ChatRequest(QUESTION, chat_template_kwargs=["x"]), "chat_template_kwargs"),  # type: ignore[arg-type]
+        (lambda: ChatRequest(QUESTION, mm_processor_kwargs="x"), "mm_processor_kwargs"),  # type: ignore[arg-type]
+        (lambda: TextRequest("hi", sampling=None), "sampling"),  # type: ignore[arg-type]
+    ],
+)
+def test_fields_of_another_type_are_named(make: Callable[[], Any], param: str):
+    with pytest.raises(RequestError) as caught:
+        make()
+    assert caught.value.param == param
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate("what is it?"),
+        lambda llm: llm.generate(ChatRequest(QUESTION)),
+        lambda llm: llm.generate([QUESTION]),
+        lambda llm: llm.generate([{"messages": QUESTION}]),
+        lambda llm: llm.generate([], on_error="ignore"),
+        lambda llm: llm.chat("what is it?"),
+        lambda llm: llm.chat(QUESTION, sampling={"max_tokens": 3}),
+        lambda llm: llm.chat(QUESTION, sampling=SamplingParams(), adapter=3),
+        lambda llm: next(llm.stream(5)),
+    ],
+)
+def test_calls_with_something_else_are_one_line(llm: LLM, call: Callable[[LLM], Any]):
+    with pytest.raises(RequestError) as caught:
+        call(llm)
+    assert "\n" not in str(caught.value)
+    llm.check_integrity()
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e30])
+def test_extreme_penalties_are_answered(llm: LLM, penalty: float, temperature: float):
+    sampling = SamplingParams(max_tokens=4, repetition_penalty=penalty, temperature=temperature, ignore_eos=True)
+    assert len(answer(llm, ChatRequest(QUESTION, None, sampling)).token_ids) == 4
+
+
+def test_an_answer_ends_where_the_pages_do(checkpoint: Callable[[str], Path]):
+    """Whatever it might have needed: it is not refused for that."""
+    with LLM(checkpoint("qwen2_5_vl"), kv_bytes=1 << 16) as llm:
+        assert llm.engine.max_model_len < llm.loaded.max_model_len
+        sampling = SamplingParams(max_tokens=10**9, ignore_eos=True)
+        completion = answer(llm, ChatRequest([{"role": "user", "content": "hi"}], None, sampling))
+        assert completion.finish_reason == "length"
+        assert completion.usage.prompt_tokens + completion.usage.completion_tokens == llm.engine.max_model_len
+        with pytest.raises(RequestError, match="context") as caught:
+            llm.generate([TextRequest([1] * llm.engine.max_model_len)])
+        assert caught.value.param == "prompt"
+
+
+# ---- adapters of an LLM
+
+
+def test_names_that_mean_something_else_are_refused(llm: LLM, tmp_path: Path):
+    for name in ("base", "", 3):
+        with pytest.raises(AdapterError, match="name"):
+            llm.load_adapter(name, tmp_path)  # type: ignore[arg-type]
+        with pytest.raises(AdapterError, match="name"):
+            llm.registry.register(name, tmp_path)  # type: ignore[arg-type]
+    assert llm.adapters == []
+    with pytest.raises(AdapterError, match="dict"):
+        LLM.from_loaded(llm.loaded, ["a"])  # type: ignore[arg-type]
+
+
+def test_unloading_frees_memory_and_caches(checkpoint: Callable[[str], Path], tmp_path: Path):
+    model = checkpoint("qwen2_5_vl")
+    folder = make_adapter(model, tmp_path / "a", targets="all", seed=1)
+    with LLM(model, {"a": folder}) as llm:
+        llm.generate([ChatRequest(QUESTION, "a", SHORT)])
+        assert llm.engine.vision.cache.num_bytes > 0
+        assert llm.unload_adapter("a") > llm.load_adapter("b", folder).num_bytes
+        assert llm.engine.vision.cache.num_bytes == 0
+        # While a stream uses it, all stays; then it goes.
+        stream = llm.stream(QUESTION, "b", SamplingParams(max_tokens=8, ignore_eos=True))
+        next(stream)
+        assert llm.unload_adapter("b") == 0
+        assert llm.registry.resident_bytes() > 0
+        stream.close()  # type: ignore[attr-defined]
+        assert llm.registry.resident_bytes() == llm.engine.vision.cache.num_bytes == 0
+        assert llm.engine.prefix_cache is not None
+        assert not llm.engine.prefix_cache.kept_pages()
+        llm.check_integrity()

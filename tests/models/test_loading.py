@@ -100,3 +100,15 @@ def test_a_device_that_cannot_be_used_is_refused(folder: Path, device: str) -> N
 
 def test_a_context_beyond_the_models_is_refused(folder: Path) -> None:
     refused(folder, "context length", max_model_len=10**9)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_a_broken_generation_config_is_refused(folder: Path, content: str) -> None:
+    """transformers would pass over it, and the answers would end and be drawn in another way than the model says."""
+    (folder / "generation_config.json").write_text(content)
+    refused(folder, r"generation_config\.json")
+
+
+def test_a_model_may_have_no_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    load_model(folder, EngineConfig())

@@ -79,7 +79,7 @@ def reference(shop: Shop) -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def engine(shop: Shop) -> Engine:
     """An engine with the shop's adapters that runs one request at a time, for servers in this process."""
-    return LLM(shop.model, shop.adapters, max_running=1).engine
+    return LLM(shop.model, shop.adapters, max_running=1, read_pickles=False).engine
 
 
 @pytest.fixture(scope="session")

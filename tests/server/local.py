@@ -46,7 +46,7 @@ class Local:
 @contextmanager
 def running(engine: Engine, thread: EngineThread, options: ServerOptions) -> Iterator[Local]:
     """Serve an engine whose thread runs, on a free port of loopback."""
-    service = Service(thread, engine.loaded, engine.registry, options)
+    service = Service(thread, options)
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn_config(build_app(service)))
     loop_thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)

@@ -202,3 +202,18 @@ def test_adapters_made_elsewhere_are_named_in_the_refusal(server: Local, shop: S
     )
     message = load(server, "new", other, status=400)["error"]["message"]
     assert "q_proj" in message or "layers" in message
+
+
+def test_a_pickle_put_in_place_later_is_not_read(server: Local, shop: Shop, engine: Engine):
+    """An adapter that is only registered is read, and read again, long after it was looked at."""
+    folder = shop.folder / "adapters" / "swapped"
+    shutil.copytree(shop.spare, folder)
+    engine.registry.register("swapped", folder)
+    weights = folder / "adapter_model.safetensors"
+    torch.save(load_file(weights), folder / "adapter_model.bin")
+    weights.unlink()
+    answer = server.http.post(CHAT, json={"model": "swapped", "messages": ask(QUESTION)})
+    assert answer.status_code == 400
+    assert "pickle" in answer.json()["error"]["message"]
+    unload(server, "swapped")
+    server.settle()

@@ -21,7 +21,7 @@ def test_every_answer_is_right_and_nothing_is_lost(shop: Shop, tmp_path: Path, n
     # So few pages that running requests are preempted.
     config = EngineConfig(dtype="float32", max_running=8, kv_bytes=1 << 20)
     adapters, guest, swing = prepare({**shop.adapters, "spare": shop.spare}, tmp_path)
-    engine, thread = start(load(shop.model, config), config, adapters, max_queue=256)
+    thread = start(load(shop.model, config), config, adapters, max_queue=256)
     work = Load(
         names=list(adapters),
         pictures=[picture_url(picture(40 + 8 * seed, 48, seed)) for seed in range(3)],
@@ -32,7 +32,7 @@ def test_every_answer_is_right_and_nothing_is_lost(shop: Shop, tmp_path: Path, n
         swing=swing,
     )
     try:
-        row = measure(engine, thread, work, tmp_path)
+        row = measure(thread, work, tmp_path)
     finally:
         thread.stop()
     assert row["ok"], row

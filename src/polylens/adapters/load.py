@@ -13,7 +13,7 @@ from polylens.adapters.digest import digest_fits
 from polylens.adapters.fit import Fit, fit_adapter, require_fit
 from polylens.adapters.layer_fit import LayerFit
 from polylens.adapters.read import read_adapter
-from polylens.core import Adapter, Change, Component, Delta, Digests, LayerKind, with_tensors
+from polylens.core import BASE_NAME, Adapter, Change, Component, Delta, Digests, LayerKind, with_tensors
 from polylens.errors import AdapterFormatError, AdapterMismatchError
 
 if TYPE_CHECKING:
@@ -141,11 +141,13 @@ def _combined_fit(combination: Combination, layers: ModelLayers) -> Fit:
 
 
 def check_adapter_name(name: str) -> None:
-    """Raise AdapterFormatError unless `name` is a printable string without spaces at its ends."""
+    """Raise AdapterFormatError unless `name` is a printable string without spaces at its ends, and not the base's."""
     if not isinstance(name, str) or not name or len(name) > MAX_ADAPTER_NAME_CHARS:
         raise AdapterFormatError(f"an adapter name must be a string of 1 to {MAX_ADAPTER_NAME_CHARS} characters")
     if not name.isprintable() or name != name.strip():
         raise AdapterFormatError(f"adapter name {name!r} has unprintable characters, or spaces at its ends")
+    if name == BASE_NAME:
+        raise AdapterFormatError(f"the name {name!r} means no adapter; give this adapter another name")
 
 
 def component_reports(fits: Sequence[LayerFit]) -> dict[Component, ComponentReport]:

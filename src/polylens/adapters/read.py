@@ -170,6 +170,15 @@ def foreign_weights(folder: Path) -> tuple[str, ...]:
     return tuple(name for name in FOREIGN_WEIGHT_FILES if (folder / name).exists())
 
 
+def refuse_pickle(folder: Path) -> None:
+    """Raise AdapterUnsupportedError for an adapter whose weights are a pickle, for who reads none (the server)."""
+    if (folder / BIN_FILE).exists() and not any((folder / name).exists() for name in (SAFETENSORS_FILE, INDEX_FILE)):
+        raise AdapterUnsupportedError(
+            f"the adapter's weights are in {BIN_FILE}, a pickle, which is not read here; save it as {SAFETENSORS_FILE}",
+            option=BIN_FILE,
+        )
+
+
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the adapter, on the CPU, as stored. Raises AdapterFormatError."""
     if (folder / SAFETENSORS_FILE).exists():

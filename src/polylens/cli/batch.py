@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polylens.cli.batch_file import error_line, read_lines, result_line, write_whole
 from polylens.cli.options import (
-    BASE_NAME,
     AdapterOption,
     DeviceOption,
     DType,
@@ -18,11 +18,18 @@ from polylens.cli.options import (
     KvBytesOption,
     MaxModelLenOption,
     ModelArgument,
+    ModelOptions,
     TrustOption,
     open_llm,
     parse_adapters,
 )
-from polylens.errors import PolylensError, RequestError
+from polylens.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from polylens.cli.batch_journal import Journal
+    from polylens.engine.llm import LLM
 
 
 def batch(
@@ -34,6 +41,9 @@ def batch(
         Path, typer.Option("--output", metavar="FILE", help="Where the answers go, one line a request, same order.")
     ],
     adapter: AdapterOption = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the answers that an earlier run left in FILE.partial.")
+    ] = False,
     dtype: DTypeOption = DType.AUTO,
     device: DeviceOption = "cpu",
     max_model_len: MaxModelLenOption = None,
@@ -45,32 +55,44 @@ def batch(
     A line: {"custom_id": "a", "body": {"model": "gauges", "messages": […], "max_tokens": 32}}. `model` names an
     adapter, or the base model as "base" or as given for MODEL. Pictures: data URLs, or files relative to the
     input file. A line that cannot be served gets an error object in its output line; the others go on.
+
+    Answers are kept in FILE.partial as they come; at the end all are in FILE, in the order of the input.
     """
+    from polylens.cli.batch_file import read_lines, write_whole
+    from polylens.cli.batch_journal import Journal, journal_of
+    from polylens.cli.batch_run import answer_lines
+    from polylens.engine.progress import progress_bar
+
+    options = ModelOptions(model, dtype, device, max_model_len, kv_bytes, trust_remote_code)
     adapters = parse_adapters(adapter)
     _check_output(input_file, output_file)
-    lines = read_lines(input_file, adapters, base_names=(BASE_NAME, model))
-    requests = [line.request for line in lines if line.request is not None]
-    with open_llm(
-        model,
-        adapters,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        max_model_len=max_model_len,
-        kv_bytes=kv_bytes,
-    ) as llm:
-        answers = iter(llm.generate(requests, on_error="return", progress=sys.stderr.isatty()))
-        tokenizer = llm.loaded.processing.tokenizer
-    written, num_failed = [], 0
-    for line in lines:
-        outcome = line.error if line.error is not None else next(answers)
-        if isinstance(outcome, PolylensError):
-            num_failed += 1
-            written.append(error_line(line, outcome))
-        else:
-            written.append(result_line(line, outcome, decode=lambda token: str(tokenizer.decode([token]))))
-    write_whole(output_file, "".join(written))
-    print(f"{len(lines) - num_failed} of {len(lines)} requests answered: {output_file}", file=sys.stderr)
+    lines = read_lines(input_file)
+    with open_llm(options, adapters) as llm:
+        made_by = _made_by(options, llm)
+        with Journal(journal_of(output_file), made_by, resume=resume) as journal, _said(journal):
+            with progress_bar(len(lines), sys.stderr.isatty()) as advance:
+                written = answer_lines(llm, model, lines, input_file.absolute().parent, journal, advance)
+            write_whole(output_file, "".join(written))
+            journal.remove()
+    num_answered = sum(json.loads(line)["error"] is None for line in written)
+    print(f"{num_answered} of {len(lines)} requests answered: {output_file}", file=sys.stderr)
+
+
+def _made_by(options: ModelOptions, llm: LLM) -> dict[str, Any]:
+    """What the answers depend on beside the lines: a journal of other answers is not gone on from."""
+    digests = {name: llm.registry.get(name).digests.whole for name in llm.adapters}
+    return {"model": options.model, "dtype": str(llm.loaded.dtype), "adapters": digests}
+
+
+@contextmanager
+def _said(journal: Journal) -> Iterator[None]:
+    """Whatever ends the block early: say where the answers are that came before."""
+    try:
+        yield
+    except BaseException:
+        if len(journal):
+            print(f"polylens: {len(journal)} answers are kept in {journal.path}; --resume goes on", file=sys.stderr)
+        raise
 
 
 def _check_output(input_file: Path, output_file: Path) -> None:

@@ -5,64 +5,59 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
-import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polylens.cli.chat_body import chat_request, completion_body
 from polylens.cli.options import read_text_file
-from polylens.errors import PolylensError, RequestError, UnknownAdapterError
+from polylens.errors import PolylensError, RequestError
+from polylens.server.error_objects import error_object, status_of
+from polylens.server.media import MediaSource
+from polylens.server.options import MediaPolicy
+from polylens.server.parse import parse_body
+from polylens.server.schema import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from polylens.core import ChatRequest, Completion
+    from polylens.server.intake import GenerationBody
 
 CHAT_URL = "/v1/chat/completions"
+BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {CHAT_URL: ChatBody, "/v1/completions": CompletionBody}
+"""What `url` may say -> the body that goes with it."""
 
-_IS_URL = re.compile(r"[dD][aA][tT][aA]:|[a-zA-Z][a-zA-Z0-9+.-]*://")
+_IS_URL = re.compile(r"data:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One line of the input: either a request, or the error that says why it is none."""
+    """One line of the input, as it is written: with a body, or with the error that says why it has none."""
 
+    raw: str
     custom_id: str | None
-    model: str
-    request: ChatRequest | None = None
+    body: GenerationBody | None = None
     error: PolylensError | None = None
 
 
-def read_lines(path: Path, adapters: Collection[str], base_names: Collection[str]) -> list[BatchLine]:
+def read_lines(path: Path) -> list[BatchLine]:
     """Read every line that is not blank. Raises RequestError where the file cannot be read or has no line."""
     text = read_text_file(path, "input file")
     seen: set[str] = set()
-    lines = [
-        _read_line(raw, number, seen, path.absolute().parent, adapters, base_names)
-        for number, raw in enumerate(text.split("\n"), 1)
-        if raw.strip()
-    ]
+    lines = [_read_line(raw, number, seen) for number, raw in enumerate(text.split("\n"), 1) if raw.strip()]
     if not lines:
         raise RequestError(f"input file {path} has no requests")
     return lines
 
 
-def _read_line(
-    raw: str, number: int, seen: set[str], folder: Path, adapters: Collection[str], base_names: Collection[str]
-) -> BatchLine:
-    custom_id, model = None, ""
+def _read_line(raw: str, number: int, seen: set[str]) -> BatchLine:
+    custom_id = None
     try:
         line = _parsed(raw, number)
         custom_id = _custom_id(line, number, seen)
-        body = _body(line)
-        model = str(body.get("model", ""))
-        request = chat_request(body, adapters, base_names, lambda _kind, url: _media(url, folder))
+        return BatchLine(raw, custom_id, body=_body(line))
     except PolylensError as error:  # becomes the error object of this line; the other lines go on
-        return BatchLine(custom_id, model, error=error)
-    return BatchLine(custom_id, model, request=request)
+        return BatchLine(raw, custom_id, error=error)
 
 
 def _parsed(raw: str, number: int) -> dict[str, Any]:
@@ -85,41 +80,44 @@ def _custom_id(line: dict[str, Any], number: int, seen: set[str]) -> str:
     return custom_id
 
 
-def _body(line: dict[str, Any]) -> dict[str, Any]:
+def _body(line: dict[str, Any]) -> GenerationBody:
     if line.get("method", "POST") != "POST":
         raise RequestError(f"'method' must be POST, not {line['method']!r:.80}", "method")
-    if line.get("url", CHAT_URL) != CHAT_URL:
-        raise RequestError(f"'url' must be {CHAT_URL}, not {line['url']!r:.80}", "url")
-    body = line.get("body")
-    if not isinstance(body, dict):
+    url = line.get("url", CHAT_URL)
+    kind = BODIES.get(url) if isinstance(url, str) else None
+    if kind is None:
+        raise RequestError(f"'url' must be {' or '.join(BODIES)}, not {url!r:.80}", "url")
+    if not isinstance(line.get("body"), dict):
         raise RequestError("'body' must be an object", "body")
+    body: GenerationBody = parse_body(kind, json.dumps(line["body"]).encode())
+    if body.stream:
+        raise RequestError("'stream' has no meaning in a batch file; remove it", "stream")
     return body
 
 
-def _media(url: str, folder: Path) -> str:
-    """A data or file URL as it is; a path is relative to `folder`. What can be read is for the media reader to say."""
-    return url if _IS_URL.match(url) else str(folder / url)
+class FileMedia(MediaSource):
+    """Media of an input file: data URLs, file URLs, and paths relative to the file. Nothing is fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(MediaPolicy(max_images=sys.maxsize, max_videos=sys.maxsize))  # it is the user's own machine
+        self._folder = folder
+
+    async def content(self, url: str) -> str | bytes:
+        """An address or path that the media reader opens. Raises MediaError for one that would be fetched."""
+        if url.lower().startswith("file:"):
+            return url
+        return await super().content(url) if _IS_URL.match(url) else str(self._folder / url)
 
 
-def result_line(line: BatchLine, completion: Completion, decode: Callable[[int], str]) -> str:
-    """The output line of an answered request, with its newline."""
-    body = completion_body(
-        completion,
-        completion_id=f"chatcmpl-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=line.model,
-        decode=decode,
-    )
+def result_line(line: BatchLine, body: dict[str, Any]) -> str:
+    """The output line of an answered request, with its newline. body: as the server would answer."""
     return _line(line, 200, body, None)
 
 
 def error_line(line: BatchLine, error: PolylensError) -> str:
     """The output line of a request that was not served, with its newline."""
-    param = "model" if isinstance(error, UnknownAdapterError) else getattr(error, "param", None)
-    code = "unknown_model" if isinstance(error, UnknownAdapterError) else "invalid_request"
-    problem = {"code": code, "message": str(error), "param": param}
-    status = 404 if isinstance(error, UnknownAdapterError) else 400
-    return _line(line, status, {"error": problem}, problem)
+    body = error_object(error)
+    return _line(line, status_of(error), body, body["error"])
 
 
 def _line(line: BatchLine, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> str:

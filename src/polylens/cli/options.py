@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polylens.core import BASE_NAME
 from polylens.errors import AdapterFormatError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from polylens.engine.llm import LLM
-
-BASE_NAME = "base"
-"""What commands call the model without an adapter; no adapter may take this name."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -122,25 +121,32 @@ def check_use(name: str | None, adapters: dict[str, str]) -> str | None:
     return name
 
 
-def open_llm(
-    model: str,
-    adapters: dict[str, str],
-    *,
-    dtype: DType,
-    device: str,
-    trust_remote_code: bool,
-    max_model_len: int | None,
-    kv_bytes: int | None,
-    show_progress: bool | None = None,
-) -> LLM:
-    """Load the model and its adapters as the shared options say. Progress is shown where a person looks on."""
-    from polylens import LLM
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a command loads its model, as the options say that `run` and `batch` share."""
 
-    config: dict[str, Any] = {"trust_remote_code": trust_remote_code, "max_model_len": max_model_len}
-    if kv_bytes is not None:
-        config["kv_bytes"] = kv_bytes
-    config["show_progress"] = sys.stderr.isatty() if show_progress is None else show_progress
-    return LLM(model, adapters=adapters, dtype=dtype.value, device=device, **config)
+    model: str
+    dtype: DType = DType.AUTO
+    device: str = "cpu"
+    max_model_len: int | None = None
+    kv_bytes: int | None = None
+    trust_remote_code: bool = False
+
+
+def open_llm(options: ModelOptions, adapters: dict[str, str]) -> LLM:
+    """Load the model and its adapters. Progress is shown where a person looks on."""
+    from polylens import LLM
+    from polylens.config import EngineConfig
+
+    config = EngineConfig(
+        dtype=options.dtype.value,
+        device=options.device,
+        max_model_len=options.max_model_len,
+        kv_bytes=options.kv_bytes if options.kv_bytes is not None else EngineConfig.kv_bytes,
+        trust_remote_code=options.trust_remote_code,
+        show_progress=sys.stderr.isatty(),
+    )
+    return LLM(options.model, adapters=adapters, config=config)
 
 
 def read_text_file(path: Path, what: str) -> str:

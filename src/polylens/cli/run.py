@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polylens.cli.chat_body import DEFAULT_MAX_TOKENS, sampling_params
 from polylens.cli.options import (
     AdapterOption,
     DeviceOption,
@@ -17,16 +16,22 @@ from polylens.cli.options import (
     KvBytesOption,
     MaxModelLenOption,
     ModelArgument,
+    ModelOptions,
     TrustOption,
     check_use,
     open_llm,
     parse_adapters,
 )
+from polylens.core import BASE_NAME, ChatRequest, Completion
+from polylens.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from polylens.core import Completion
+    from polylens.core import Request
+
+DEFAULT_MAX_TOKENS = 256
+"""Where nothing is said: short enough that a question about a picture ends soon."""
 
 
 def run(
@@ -44,21 +49,33 @@ def run(
         list[str] | None, typer.Option("--video", metavar="FILE", help="A video. Repeat for more, in order.")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", help="Most tokens to answer with.")
-    ] = DEFAULT_MAX_TOKENS,
+        int | None,
+        typer.Option("--max-tokens", metavar="N", help=f"Most tokens to answer with; without it {DEFAULT_MAX_TOKENS}."),
+    ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="X", help="0 always takes the most likely token; more draws.")
-    ] = 0.0,
+        float | None,
+        typer.Option("--temperature", metavar="X", help="More than 0 draws; else the most likely token is taken."),
+    ] = None,
     top_p: Annotated[
-        float, typer.Option("--top-p", metavar="X", help="Draw among the most likely tokens of this total chance.")
-    ] = 1.0,
+        float | None,
+        typer.Option("--top-p", metavar="X", help="Draw among the most likely tokens of this total chance."),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option("--top-k", metavar="N", help="Draw among the N most likely tokens; 0: all.")
-    ] = 0,
+        int | None, typer.Option("--top-k", metavar="N", help="Draw among the N most likely tokens; 0: all.")
+    ] = None,
     min_p: Annotated[
-        float, typer.Option("--min-p", metavar="X", help="Draw among tokens at least X times as likely as the best.")
-    ] = 0.0,
+        float | None,
+        typer.Option("--min-p", metavar="X", help="Draw among tokens at least X times as likely as the best."),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes draws repeatable.")] = None,
+    fields: Annotated[
+        str | None,
+        typer.Option(
+            "--fields",
+            metavar="JSON",
+            help='More fields of the request, as the server has them: \'{"stop": ["."]}\'.',
+        ),
+    ] = None,
     json_output: JsonOption = False,
     dtype: DTypeOption = DType.AUTO,
     device: DeviceOption = "cpu",
@@ -72,30 +89,52 @@ def run(
 
     Prints the answer's text only; with --json an object with text, token_ids, finish_reason and usage.
     """
+    options = ModelOptions(model, dtype, device, max_model_len, kv_bytes, trust_remote_code)
     adapters = parse_adapters(adapter)
     chosen = check_use(use, adapters)
-    sampling = sampling_params(
-        {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-        }
-    )
-    messages = [{"role": "user", "content": _content(image or (), video or (), prompt)}]
-    with open_llm(
-        model,
-        adapters,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        max_model_len=max_model_len,
-        kv_bytes=kv_bytes,
-    ) as llm:
-        completion = llm.chat(messages, adapter=chosen, sampling=sampling)
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    request = _request(given, fields, _content(image or (), video or (), prompt), chosen)
+    with open_llm(options, adapters) as llm:
+        (completion,) = llm.generate([request])
+    assert isinstance(completion, Completion)
     typer.echo(json.dumps(completion_json(completion), ensure_ascii=False) if json_output else completion.text)
+
+
+NOT_FIELDS = ("model", "messages", "n", "stream", "stream_options", "logprobs", "top_logprobs", "deadline_s")
+"""Fields of a body that one printed answer has no place for, or that options of the command say."""
+
+
+def _request(given: dict[str, Any], fields: str | None, content: list[dict[str, Any]], adapter: str | None) -> Request:
+    """The request, its fields read as the server reads a body. Raises RequestError."""
+    from polylens.server.parse import parse_body
+    from polylens.server.requests import chat_options, sampling_params
+    from polylens.server.schema import ChatBody
+
+    more = _read_fields(fields)
+    if twice := sorted(name for name in more if name in NOT_FIELDS or given.get(name) is not None):
+        raise RequestError(f"--fields cannot have {twice[0]!r}: see the other options, or `polylens batch`", twice[0])
+    said = {name: value for name, value in given.items() if value is not None}
+    whole = {"model": BASE_NAME, "messages": [{"role": "user", "content": ""}], **said, **more}
+    body = parse_body(ChatBody, json.dumps(whole).encode())
+    sampling = sampling_params(body, {"temperature": 0.0}, DEFAULT_MAX_TOKENS)
+    return ChatRequest([{"role": "user", "content": content}], adapter, sampling, body.request_id, **chat_options(body))
+
+
+def _read_fields(text: str | None) -> dict[str, Any]:
+    try:
+        fields = json.loads(text) if text is not None else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"--fields is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError("--fields must be a JSON object")
+    return fields
 
 
 def _content(images: Sequence[str], videos: Sequence[str], prompt: str) -> list[dict[str, Any]]:

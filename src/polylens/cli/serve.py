@@ -57,14 +57,15 @@ def _serve(
     listener = listen(arguments.host, arguments.port)  # before anything that takes long
     from polylens.server.app import build_app
     from polylens.server.service import Service
-    from polylens.server.start import adapters_below, load, sampling_defaults, start
+    from polylens.server.start import adapters_below, load, model_defaults, start, stated_defaults
 
     lazy = adapters_below(folder) if folder is not None else {}
     _check_names(options, adapters, lazy)
+    stated = stated_defaults(arguments.generation_config)
     loaded = load(_model(arguments.model), config, template)
-    if arguments.generation_config == "auto":
-        options = dataclasses.replace(options, sampling={**sampling_defaults(loaded), **options.sampling})
-    engine, thread = start(loaded, config, adapters, max_queue=arguments.max_queue, lazy=lazy)
+    defaults = stated if stated is not None else model_defaults(loaded)
+    options = dataclasses.replace(options, sampling={**defaults, **options.sampling})
+    thread = start(loaded, config, adapters, max_queue=arguments.max_queue, lazy=lazy)
     host, port = listener.getsockname()[:2]
     names = ", ".join([*options.model_names, *adapters])
     names += f" and {len(lazy)} adapters below {folder}" if lazy else ""
@@ -74,7 +75,7 @@ def _serve(
         print(f"polylens: serving {names} at http://{shown}:{port}", flush=True)
 
     serve(
-        lambda: build_app(Service(thread, engine.loaded, engine.registry, options)),
+        lambda: build_app(Service(thread, options)),
         thread,
         listener,
         drain_s=options.drain_s,

@@ -68,10 +68,9 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(
                 "generation-config",
                 "Where sampling defaults come from. auto: the model's generation config; none, or vllm: OpenAI's "
-                "(temperature 1, nothing cut).",
+                "(temperature 1, nothing cut); else a folder with a generation_config.json.",
                 "SOURCE",
                 default="auto",
-                choices=("auto", "none", "vllm"),
             ),
             Flag(
                 "override-generation-config",

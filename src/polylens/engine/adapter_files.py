@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from polylens.adapters.combine import Combination
 from polylens.adapters.load import load_adapter
+from polylens.adapters.read import find_adapter, refuse_pickle
 from polylens.errors import InternalError
 from polylens.lora.arena import pack
 
@@ -19,9 +21,13 @@ if TYPE_CHECKING:
 
 
 class AdapterFiles:
-    """Reads adapters for one model and copies them to its device. Thread-safe."""
+    """Reads adapters for one model and copies them to its device. Thread-safe.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    pickles: whether weights in a pickle (`adapter_model.bin`) are read; if not, they are refused at every reading.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, pickles: bool = True) -> None:
+        self._pickles = pickles
         self._dtype = dtype
         self._device = device
         self._lock = threading.Lock()
@@ -43,6 +49,9 @@ class AdapterFiles:
             if self._described is None:
                 raise InternalError("an adapter was read before the model's layers were known")
             layers, no_effect = self._described
+        if not self._pickles:
+            for part in path.parts if isinstance(path, Combination) else ((path, 1.0),):
+                refuse_pickle(find_adapter(part[0]))
         return load_adapter(path, layers, name=name, dtype=self._dtype, device="cpu", no_effect=no_effect, pack=pack)
 
     def place(self, deltas: Mapping[str, Change]) -> Mapping[str, Change]:

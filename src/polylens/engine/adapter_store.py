@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from polylens.adapters.load import check_adapter_name
 from polylens.engine.adapter_tiers import Entry
 from polylens.errors import AdapterConflictError, AdapterError, InternalError, UnknownAdapterError
 
@@ -151,6 +152,7 @@ class AdapterStore:
             return self._load(name, path, replace, pinned, prefetch)
 
     def _load(self, name: str, path: AdapterPath, replace: bool, pinned: bool, prefetch: bool) -> LoadReport:
+        check_adapter_name(name)
         entry = Entry(name, path, pinned=pinned)
         entry.take_in(*self._read_files(name, path))
         self._check_fits(entry)
@@ -183,6 +185,7 @@ class AdapterStore:
 
     def register(self, name: str, path: AdapterPath, *, pinned: bool = False) -> None:
         """Have the adapter at `path` under `name` without reading it. AdapterConflictError if the name is taken."""
+        check_adapter_name(name)
         with self._lock:
             if name in self._entries and self._entries[name].path != path:
                 raise AdapterConflictError(f"adapter {name!r} is registered with another path; unload it first")

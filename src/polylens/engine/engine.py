@@ -75,7 +75,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.loaded = loaded
         self.config = config
-        self._adapter_files = AdapterFiles(loaded.dtype, loaded.device)
+        self._adapter_files = AdapterFiles(loaded.dtype, loaded.device, pickles=config.read_pickles)
         self.registry = AdapterStore(
             self._adapter_files.read,
             self._adapter_files.place,
@@ -115,6 +115,15 @@ class Engine:
             loaded.processing.tokenizer, loaded.vocab_size, loaded.processing.stop_token_ids
         )
         self._rules = OutputRules(loaded.processing.tokenizer, loaded.processing.stop_token_ids)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt plus answer: the model's context, or what all KV pages hold together if that is less.
+
+        So an answer ends where the pages do; it is not refused for what it might have needed.
+        """
+        # The last token is never computed and needs no place.
+        return min(self.loaded.max_model_len, self._allocator.num_pages * self.config.page_tokens + 1)
 
     # ---- adapters
 
@@ -178,7 +187,9 @@ class Engine:
 
         allow_paths: whether media may name local files. Raises RequestError.
         """
-        return prepare_request(self.loaded, self._constraints, request, allow_paths=allow_paths)
+        return prepare_request(
+            self.loaded, self._constraints, request, max_model_len=self.max_model_len, allow_paths=allow_paths
+        )
 
     def enqueue(self, prepared: PreparedRequest, lease: StoreLease, request_id: str | None = None) -> str:
         """Queue a prepared request under the adapter of `lease`; returns its id. Between steps only.

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from polylens.adapters.combine import Combination
 from polylens.config import EngineConfig
-from polylens.core import ChatRequest, Completion, Request, SamplingParams
+from polylens.core import ChatRequest, Completion, Request, SamplingParams, TextRequest
 from polylens.engine.engine import Engine, StepOutput
-from polylens.errors import AbortedError, PolylensError, ShuttingDownError
+from polylens.engine.progress import progress_bar
+from polylens.errors import AbortedError, AdapterError, PolylensError, RequestError, ShuttingDownError
 from polylens.models.loading import LoadedModel, load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from polylens.adapters.load import LoadReport
     from polylens.core import CompletionDelta
-    from polylens.engine.adapter_store import AdapterStore
+    from polylens.engine.adapter_store import AdapterStore, Unloaded
 
 
 class LLM:
@@ -67,7 +67,10 @@ class LLM:
         self.config = config
         self.engine = Engine(loaded, config)
         self._outputs: dict[str, list[StepOutput]] = {}
+        self._unloading: list[Unloaded] = []
         self._closed = False
+        if not isinstance(adapters, Mapping | None):
+            raise AdapterError(f"adapters must be a dict of name to path, got {adapters!r:.200}")
         for name, path in (adapters or {}).items():
             self.load_adapter(name, path)
 
@@ -102,9 +105,21 @@ class LLM:
         combination = Combination.joined([(self.registry.path(part), weight) for part, weight in named])
         return self.engine.load_adapter(name, combination, replace=replace)
 
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; its memory is freed when the last request that uses it ends."""
-        self.registry.unload(name)
+    def unload_adapter(self, name: str) -> int:
+        """Forget an adapter, and free its memory and what the caches keep of it.
+
+        Returns the bytes freed: 0 while requests (streams that are not read to their end) still use it, as all is
+        freed when the last of them ends. Raises UnknownAdapterError.
+        """
+        self._unloading.append(self.registry.unload(name))
+        return self._free_unloaded()
+
+    def _free_unloaded(self) -> int:
+        """Drop what the caches have of unloaded adapters that no request uses any more; returns the bytes freed."""
+        ended = [unloaded for unloaded in self._unloading if unloaded.released.done()]
+        self._unloading = [unloaded for unloaded in self._unloading if unloaded not in ended]
+        freed = sum(unloaded.released.result() for unloaded in ended)
+        return freed + sum(self.engine.forget_adapter(one.adapter) for one in ended if one.adapter is not None)
 
     def chat(
         self,
@@ -128,9 +143,13 @@ class LLM:
 
         on_error: "raise" ends everything at the first wrong request; "return" puts its error in its place.
         """
+        if isinstance(requests, str) or not isinstance(requests, Sequence):
+            raise RequestError(f"requests must be a list of requests, got {requests!r:.200}")
+        if on_error not in ("raise", "return"):
+            raise RequestError(f"on_error must be 'raise' or 'return', got {on_error!r:.200}")
         answers: dict[str, Completion | PolylensError] = {}
         order: list[str | PolylensError] = []
-        with self._own_requests() as own, _progress(len(requests), progress) as advance:
+        with self._own_requests() as own, progress_bar(len(requests), progress) as advance:
             for request in requests:
                 try:
                     order.append(own.add(request))
@@ -193,6 +212,7 @@ class LLM:
             yield own
         finally:
             own.end()
+            self._free_unloaded()
 
 
 class _OwnRequests:
@@ -208,6 +228,8 @@ class _OwnRequests:
         self._running: set[str] = set()
 
     def add(self, request: Request) -> str:
+        if not isinstance(request, ChatRequest | TextRequest):
+            raise RequestError(f"a request must be a ChatRequest or a TextRequest, got {request!r:.200}")
         request_id = self._engine.add_request(request)
         self._added.append(request_id)
         self._running.add(request_id)
@@ -237,17 +259,3 @@ class _OwnRequests:
         for request_id in self._added:
             self._engine.abort(request_id)
             del self._outputs[request_id]
-
-
-@contextmanager
-def _progress(total: int, show: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error; gives the function that counts one request as done."""
-    if not show:
-        yield lambda: None
-        return
-    from rich.console import Console
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda: bar.advance(task)

@@ -46,15 +46,22 @@ class PreparedRequest:
 
 
 def prepare_request(
-    loaded: LoadedModel, constraints: Constraints, request: Request, *, allow_paths: bool = True
+    loaded: LoadedModel,
+    constraints: Constraints,
+    request: Request,
+    *,
+    max_model_len: int,
+    allow_paths: bool = True,
 ) -> PreparedRequest:
-    """Prepare `request` for the model. Raises RequestError (MediaError, PromptTooLongError). Thread-safe."""
+    """Prepare `request` for the model. Raises RequestError (MediaError, PromptTooLongError). Thread-safe.
+
+    max_model_len: most tokens of prompt plus answer.
+    """
     sampling = request.sampling
     check_logit_bias(sampling, loaded.vocab_size)
-    _check_salt(request.cache_salt)
     constraint = constraints.start(sampling.constraint) if sampling.constraint is not None else None
     prompt = _prompt(loaded, request, allow_paths)
-    sampling = _within_context(sampling, prompt, loaded)
+    sampling = _within_context(request, len(prompt.token_ids), max_model_len)
     if loaded.is_hosted:
         return PreparedRequest(request, prompt, sampling, constraint=constraint)
     positions, delta = prompt_positions(loaded.inner, prompt, loaded.notes.first_position)
@@ -75,17 +82,12 @@ def _prompt(loaded: LoadedModel, request: Request, allow_paths: bool) -> Prepare
     )
 
 
-def _check_salt(salt: object) -> None:
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
-
-
-def _within_context(sampling: SamplingParams, prompt: PreparedPrompt, loaded: LoadedModel) -> SamplingParams:
+def _within_context(request: Request, num_prompt: int, limit: int) -> SamplingParams:
     """An answer ends, at the latest, where the context does."""
-    num_prompt, limit = len(prompt.token_ids), loaded.max_model_len
     if num_prompt >= limit:
         raise PromptTooLongError(
-            f"the prompt has {num_prompt} tokens; the model's context of {limit} leaves no room for an answer",
-            param="messages",
+            f"the prompt has {num_prompt} tokens; the context of {limit} (the model's, or max_model_len, or what "
+            "kv_bytes holds) leaves no room for an answer",
+            param="prompt" if isinstance(request, TextRequest) else "messages",
         )
-    return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, limit - num_prompt))
+    return dataclasses.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, limit - num_prompt))

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
     from polylens.adapters.load import LoadReport
     from polylens.core import Request
-    from polylens.engine.adapter_store import Unloaded
+    from polylens.engine.adapter_store import AdapterStore, Unloaded
     from polylens.engine.engine import Engine
     from polylens.engine.handle import Event
     from polylens.engine.prepare import PreparedRequest
+    from polylens.models.loading import LoadedModel
 
 T = TypeVar("T")
 
@@ -105,6 +106,21 @@ class EngineThread:
         return self
 
     @property
+    def loaded(self) -> LoadedModel:
+        """The model; its tokenizer and its description may be used from any thread."""
+        return self._engine.loaded
+
+    @property
+    def registry(self) -> AdapterStore:
+        """The adapters, safe to use from any thread. To load or unload one, see below."""
+        return self._engine.registry
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt plus answer."""
+        return self._engine.max_model_len
+
+    @property
     def ready(self) -> bool:
         """Whether new requests are taken: started, not failed, not draining."""
         return self._ready.is_set() and self._failure is None and not self._draining
@@ -124,6 +140,11 @@ class EngineThread:
         """Requests taken in and not ended: being prepared, waiting or running."""
         return len(self._handles)
 
+    def wait_idle(self, limit_s: float) -> bool:
+        """Wait until no request is in flight (or the thread has failed), for so long at most; whether it is so."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._handles or self._failure is not None, timeout=limit_s)
+
     def stop(self, limit_s: float = 0.0) -> None:
         """Refuse new requests, let the others end for up to `limit_s` seconds, end the rest, stop the thread.
 
@@ -131,7 +152,7 @@ class EngineThread:
         """
         with self._lock:
             self._draining = True
-            self._lock.wait_for(lambda: not self._handles or self._failure is not None, timeout=limit_s)
+        self.wait_idle(limit_s)
         if self._thread.ident is not None:
             self._post_if_alive(self._stop)
             self._thread.join()

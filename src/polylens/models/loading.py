@@ -198,7 +198,11 @@ def check_local(source: str) -> None:
     if path.is_file():
         raise ModelLoadError(f"model {source!r} is a file; give the folder that holds config.json")
     if path.is_dir():
-        _check_config_file(path / "config.json", source)
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"model folder {source!r} has no config.json")
+        read_json_object(path / "config.json")
+        if (path / "generation_config.json").exists():  # transformers passes over one that it cannot read
+            read_json_object(path / "generation_config.json")
 
 
 def _check_tokenizer(source: str) -> None:
@@ -208,15 +212,17 @@ def _check_tokenizer(source: str) -> None:
         raise ModelLoadError(f"model folder {source!r} has no tokenizer: none of {', '.join(_VOCABULARY_FILES)}")
 
 
-def _check_config_file(file: Path, source: str) -> None:
-    if not file.is_file():
-        raise ModelLoadError(f"model folder {source!r} has no config.json")
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The content of a file of a model. Raises ModelLoadError if it cannot be read or holds something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} must hold a JSON object")
+    return content
 
 
 def _device(name: str) -> torch.device:

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polylens.adapters.read import BIN_FILE, SAFETENSORS_FILE, find_adapter
-from polylens.errors import AdapterUnsupportedError
+from polylens.adapters.read import find_adapter
 from polylens.server.error_objects import HTTPError
 
 if TYPE_CHECKING:
@@ -49,13 +48,3 @@ def _below_root(given: str, root: Path) -> Path | None:
 def _denied() -> HTTPError:
     # One answer for what is not there and what lies elsewhere: the server's disk is nobody's business.
     return HTTPError(403, "'lora_path' names no adapter folder that may be loaded here", param="lora_path")
-
-
-def refuse_pickle(folder: Path) -> None:
-    """Raise AdapterUnsupportedError for an adapter whose weights are a pickle: the server reads none."""
-    if (folder / BIN_FILE).exists() and not (folder / SAFETENSORS_FILE).exists():
-        raise AdapterUnsupportedError(
-            f"the adapter's weights are in {BIN_FILE}, a pickle, which the server does not read; "
-            f"save it as {SAFETENSORS_FILE}",
-            option=BIN_FILE,
-        )

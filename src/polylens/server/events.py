@@ -56,10 +56,10 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 @asynccontextmanager
-async def aborting(handles: Sequence[RequestHandle]) -> AsyncIterator[None]:
+async def aborting(handles: Sequence[RequestHandle]) -> AsyncIterator[Sequence[RequestHandle]]:
     """Whatever ends the block, none of the requests goes on."""
     try:
-        yield
+        yield handles
     finally:
         for handle in handles:
             handle.abort()

@@ -20,38 +20,28 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from polylens.engine.handle import RequestHandle
-    from polylens.server.answers import Answer
+    from polylens.server.intake import Asked
     from polylens.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
 class Generation:
-    """The choices of one answer, each a request of the engine's.
+    """The choices of one answer, each a request of the engine's. handles: of all that is asked, as submitted."""
 
-    num_prompts: the handles are the choices of the first prompt, then those of the second …
-    """
-
-    def __init__(
-        self,
-        handles: Sequence[RequestHandle],
-        answer: Answer,
-        metrics: Metrics,
-        *,
-        num_prompts: int = 1,
-        include_usage: bool = False,
-    ) -> None:
+    def __init__(self, handles: Sequence[RequestHandle], asked: Asked, metrics: Metrics) -> None:
         self._handles = handles
-        self._answer = answer
+        self._answer = asked.answer
         self._metrics = metrics
-        self._num_prompts = num_prompts
-        self._include_usage = include_usage
+        self._num_prompts = len(asked.requests)
+        self._stream = asked.stream
+        self._include_usage = asked.include_usage
         self._completions: dict[int, Completion] = {}
         self._ends: dict[int, int] = {}
 
-    async def respond(self, request: Request, *, stream: bool) -> Response:
+    async def respond(self, request: Request) -> Response:
         """The response. Raises the error that ended a choice, as far as the response has not begun."""
-        if stream:
+        if self._stream:
             return await self._streamed(request)
         try:
             async with aborting(self._handles):

@@ -58,11 +58,12 @@ class MediaSource:
         given = getattr(part, part.type)
         url = given if isinstance(given, str) else given.url
         try:
-            return {"type": kind, kind: await self._content(url)}
+            return {"type": kind, kind: await self.content(url)}
         except MediaError as error:
             raise MediaError(f"{where}: {error}", param=where) from error
 
-    async def _content(self, url: str) -> str | bytes:
+    async def content(self, url: str) -> str | bytes:
+        """What the engine takes for an address: a data URL, or the file's bytes. Raises MediaError."""
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
             return url

@@ -151,6 +151,13 @@ def chat_options(body: ChatBody) -> dict[str, Any]:
     }
 
 
+def include_usage(body: SamplingFields) -> bool:
+    """Whether a stream shall end with the usage. Raises RequestError for stream options without a stream."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("'stream_options' needs 'stream': true", "stream_options")
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
 def text_prompts(body: CompletionBody) -> list[str | list[int]]:
     """The prompts of a plain completion, however many are written."""
     prompt = body.prompt

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from polylens.core import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from polylens.server.options import MAX_CHOICES
 
 MAX_TOP_LOGPROBS = 20
@@ -167,7 +168,7 @@ class SamplingFields(Body):
     min_p: float | None = Field(None, ge=0, lt=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=0, le=MAX_INT)
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = None

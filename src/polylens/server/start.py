@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from polylens.adapters.read import CONFIG_FILE, find_adapter
+from polylens.adapters.read import CONFIG_FILE, refuse_pickle
+from polylens.core import SamplingParams
 from polylens.engine.engine import Engine
 from polylens.engine.thread import EngineThread
-from polylens.errors import AdapterError, PolylensError
-from polylens.models.loading import LoadedModel, load_model
+from polylens.errors import AdapterError, ModelLoadError, PolylensError, RequestError
+from polylens.models.loading import LoadedModel, load_model, read_json_object
 from polylens.models.processing import Processing
-from polylens.server.adapter_paths import refuse_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from polylens.config import EngineConfig
 
@@ -29,6 +29,11 @@ GENERATION_FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 """Fields of a generation config that set sampling defaults (as in vLLM) -> their names here."""
+
+GENERATION_FILE = "generation_config.json"
+
+NO_DEFAULTS = ("none", "vllm")
+"""What `--generation-config` may say for OpenAI's defaults; the second is vLLM's word for it."""
 
 
 def load(model: str | Path, config: EngineConfig, chat_template: str | None = None) -> LoadedModel:
@@ -49,22 +54,20 @@ def start(
     *,
     max_queue: int,
     lazy: Mapping[str, Path] = MappingProxyType({}),
-) -> tuple[Engine, EngineThread]:
-    """Make the engine, load the adapters (none of which may be a pickle), start its thread. Raises PolylensError.
+) -> EngineThread:
+    """Make the engine, load the adapters, start its thread. Raises PolylensError. No pickle is read, now or later.
 
     lazy: adapters whose files are read when they are first asked for.
     """
-    engine = Engine(loaded, config)
-    engine.loaded = dataclasses.replace(loaded, max_model_len=context_that_fits(engine))
+    engine = Engine(loaded, dataclasses.replace(config, read_pickles=False))
     for name, path in adapters.items():
         try:
-            refuse_pickle(find_adapter(path))
             engine.load_adapter(name, path)
         except PolylensError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from error
     for name, folder in lazy.items():
         engine.registry.register(name, folder)
-    return engine, EngineThread(engine, max_queue=max_queue).start()
+    return EngineThread(engine, max_queue=max_queue).start()
 
 
 def adapters_below(folder: Path) -> dict[str, Path]:
@@ -78,17 +81,31 @@ def adapters_below(folder: Path) -> dict[str, Path]:
     return found
 
 
-def context_that_fits(engine: Engine) -> int:
-    """Most tokens of prompt plus answer: the model's context, or what all KV pages together hold if that is less.
+def stated_defaults(source: str) -> dict[str, Any] | None:
+    """What `--generation-config` itself says of sampling, under the names of request fields; None: ask the model.
 
-    So an answer without `max_tokens` ends where the pages do; it is not refused for what it might have needed.
+    source: "auto" (the model's), "none" or "vllm" (no defaults), or a folder with a generation_config.json. Raises
+    ModelLoadError for one that cannot be read, or has a value out of range.
     """
-    # The last token is never computed and needs no place.
-    return min(engine.loaded.max_model_len, engine.scheduler.allocator.num_pages * engine.config.page_tokens + 1)
+    if source == "auto":
+        return None
+    if source in NO_DEFAULTS:
+        return {}
+    file = Path(source).expanduser() / GENERATION_FILE
+    return _defaults_of(read_json_object(file), str(file))
 
 
-def sampling_defaults(loaded: LoadedModel) -> dict[str, Any]:
-    """What the model's own generation config says about sampling, under the names of request fields."""
-    config = loaded.model.generation_config
-    given = {ours: getattr(config, theirs, None) for theirs, ours in GENERATION_FIELDS.items()}
-    return {name: value for name, value in given.items() if value is not None}
+def model_defaults(loaded: LoadedModel) -> dict[str, Any]:
+    """What the model's own generation config says of sampling. Raises ModelLoadError for a value out of range."""
+    return _defaults_of(vars(loaded.model.generation_config), f"the generation config of {loaded.source!r}")
+
+
+def _defaults_of(config: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The sampling fields of a generation config, checked as a request's would be."""
+    given = {ours: config.get(theirs) for theirs, ours in GENERATION_FIELDS.items()}
+    defaults = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise ModelLoadError(f"{what}: {error}") from error
+    return defaults
