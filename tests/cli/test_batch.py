@@ -7,7 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from polylens import LLM, SamplingParams
+from polylens.cli.batch_file import read_lines
+from polylens.cli.batch_journal import Journal
+from polylens.cli.batch_run import answer_lines
 from tests.cli.conftest import Shop
 from tests.cli.process import assert_refused, polylens, started
 
@@ -100,24 +105,60 @@ def test_a_wrong_adapter_stops_everything(shop: Shop, tmp_path: Path):
     assert not (tmp_path / "o").exists()
 
 
+def written_lines(*numbers: int) -> list[str]:
+    """Requests of different lengths, so that they end one after the other."""
+    return [line(f"r{number}", "words", f"hi {number}", max_tokens=number, ignore_eos=True) for number in numbers]
+
+
+def test_answers_that_came_before_an_end_are_gone_on_from(shop: Shop, tmp_path: Path):
+    class Crash(Exception):
+        pass
+
+    class Dying(Journal):
+        def add(self, raw: str, output_line: str) -> None:
+            if len(self) == 3:
+                raise Crash
+            super().add(raw, output_line)
+
+    (tmp_path / "in.jsonl").write_text("\n".join(written_lines(2, 9, 4, 30, 6, 20, 8)))
+    lines = read_lines(tmp_path / "in.jsonl")
+    counted: list[int] = []
+
+    def answer(kind: type[Journal], *, resume: bool) -> tuple[list[str], int]:
+        """The output lines, and how many tokens were generated for them."""
+        with LLM(shop.model, {"words": shop.words}) as llm, kind(tmp_path / "j", {}, resume=resume) as journal:
+            written = answer_lines(llm, "m", lines, tmp_path, journal, lambda: counted.append(1))
+            return written, llm.engine.num_generated_tokens
+
+    with pytest.raises(Crash):
+        answer(Dying, resume=False)
+    kept = [json.loads(raw)["output"] for raw in (tmp_path / "j").read_text().splitlines()[1:]]
+    assert [json.loads(raw)["custom_id"] for raw in kept] == ["r2", "r4", "r6"]
+    counted.clear()
+    written, num_tokens = answer(Journal, resume=True)
+    assert [json.loads(raw)["custom_id"] for raw in written] == ["r2", "r9", "r4", "r30", "r6", "r20", "r8"]
+    assert set(kept) <= set(written)
+    assert num_tokens == 9 + 30 + 20 + 8
+    assert len(counted) == 7
+
+
+@pytest.mark.full
 def test_a_killed_run_loses_no_answer(shop: Shop, tmp_path: Path):
     """The second run takes over what the first one had answered, word for word, and does only the rest."""
-    lines = [line(f"r{index}", "words", f"hi {index}", max_tokens=30, ignore_eos=True) for index in range(300)]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    (tmp_path / "in.jsonl").write_text("\n".join(written_lines(*range(1, 150))))
     arguments = ["batch", shop.model, *shop.adapters, "--input", "in.jsonl", "--output", "out.jsonl"]
     partial = tmp_path / "out.jsonl.partial"
     with started(*arguments, cwd=tmp_path) as process:
         while not (partial.exists() and partial.read_bytes().count(b"\n") > 3):
             assert process.poll() is None, "it ended before it could be killed"
         process.kill()
-    kept = [
-        json.loads(raw)["output"] for raw in partial.read_text().splitlines(keepends=True)[1:] if raw.endswith("\n")
-    ]
-    assert 0 < len(kept) < 300
+    records = partial.read_text().splitlines(keepends=True)[1:]
+    kept = [json.loads(raw)["output"] for raw in records if raw.endswith("\n")]
+    assert 0 < len(kept) < 149
     assert_refused(polylens(*arguments, cwd=tmp_path), "--resume")
     done = polylens(*arguments, "--resume", cwd=tmp_path)
-    assert "300 of 300 requests answered" in done.stderr
+    assert "149 of 149 requests answered" in done.stderr
     written = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
-    assert [json.loads(raw)["custom_id"] for raw in written] == [f"r{index}" for index in range(300)]
+    assert [json.loads(raw)["custom_id"] for raw in written] == [f"r{number}" for number in range(1, 150)]
     assert set(kept) <= set(written)
     assert not partial.exists()

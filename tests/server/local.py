@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 import uvicorn
 
-from polylens.engine.engine import Engine
+from polylens.engine.engine import Engine, StepOutput
 from polylens.engine.thread import EngineThread
 from polylens.server.app import build_app
 from polylens.server.options import ServerOptions
@@ -19,6 +20,12 @@ from polylens.server.run import listen, uvicorn_config
 from polylens.server.service import Service
 
 START_TIMEOUT_S = 60
+
+GIVE_UP_S = 60.0
+"""When a test that waits for something fails: long enough for the slowest machine, as nothing is decided by it."""
+
+HELD_TURN_S = 0.002
+"""How long a step that does nothing takes."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,42 @@ class Local:
 
     def settle(self) -> None:
         """Wait until nothing runs, and check that nothing was left behind."""
-        for _ in range(500):
-            if self.thread.num_in_flight == 0:
-                break
-            threading.Event().wait(0.01)
-        assert self.thread.num_in_flight == 0
+        assert self.thread.wait_idle(GIVE_UP_S)
         self.thread.call(self.engine.check_integrity).result()
         stats = self.thread.stats
         assert (stats.running, stats.waiting, stats.kv_pages_used) == ({}, {}, 0)
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """Within the block no request goes on, while deadlines and aborts still count; gives what lets them go on."""
+        step, released = self.engine.step, threading.Event()
+
+        def step_or_wait() -> list[StepOutput]:
+            return step() if released.wait(HELD_TURN_S) else []
+
+        self.engine.step = step_or_wait  # type: ignore[method-assign]
+        try:
+            yield released.set
+        finally:
+            released.set()
+            del self.engine.step
+
+    def let_deadlines_pass(self) -> None:
+        """The deadlines of all requests in flight are over now."""
+
+        def pass_() -> None:
+            for handle in self.thread._in_flight():
+                handle.deadline = 0.0
+
+        self.thread.call(pass_).result()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds that gives no event."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -91,6 +91,7 @@ class EngineThread:
         self._lock = threading.Condition()
         self._handles: dict[str, RequestHandle] = {}
         self._draining = False
+        self._hurried = False
         self._stopped = False
         self._closed = False
         self._failure: EngineFailedError | None = None
@@ -143,7 +144,10 @@ class EngineThread:
     def wait_idle(self, limit_s: float) -> bool:
         """Wait until no request is in flight (or the thread has failed), for so long at most; whether it is so."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._handles or self._failure is not None, timeout=limit_s)
+            return self._lock.wait_for(self._is_idle, timeout=limit_s)
+
+    def _is_idle(self) -> bool:
+        return not self._handles or self._failure is not None
 
     def stop(self, limit_s: float = 0.0) -> None:
         """Refuse new requests, let the others end for up to `limit_s` seconds, end the rest, stop the thread.
@@ -152,12 +156,18 @@ class EngineThread:
         """
         with self._lock:
             self._draining = True
-        self.wait_idle(limit_s)
+            self._lock.wait_for(lambda: self._hurried or self._is_idle(), timeout=limit_s)
         if self._thread.ident is not None:
             self._post_if_alive(self._stop)
             self._thread.join()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._loaders.shutdown(wait=True, cancel_futures=True)
+
+    def hurry(self) -> None:
+        """Let a `stop` that waits for requests wait no longer."""
+        with self._lock:
+            self._hurried = True
+            self._lock.notify_all()
 
     async def drain(self, limit_s: float) -> None:
         """`stop`, without blocking the loop."""

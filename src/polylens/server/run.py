@@ -74,6 +74,7 @@ class Server(uvicorn.Server):
         """Called by uvicorn for SIGINT and SIGTERM, in a signal handler."""
         if self._loop is None or self._stopping is not None:
             self.should_exit = self.force_exit = True
+            self._thread.hurry()  # the loop ends only when what it waits for does
             return
         log.info("got %s: finishing running requests", signal.Signals(sig).name)
         self._stopping = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
