@@ -42,7 +42,7 @@ def answer_lines(
     thread = EngineThread(llm.engine, max_queue=sys.maxsize, adapters=bool(llm.adapters)).start()
     options = ServerOptions((BASE_NAME, model), sampling=DEFAULTS)
     intake = Intake(thread, options, FileMedia(folder), max_tokens=MAX_TOKENS)
-    run = _Run(thread, intake, journal, advance, window=2 * llm.config.max_running)
+    run = _Run(thread, intake, journal, advance, window=2 * llm.engine.max_running)
     try:
         return asyncio.run(run.all(lines))
     finally:

@@ -123,7 +123,7 @@ class Engine:
         So an answer ends where the pages do; it is not refused for what it might have needed.
         """
         # The last token is never computed and needs no place.
-        return min(self.loaded.max_model_len, self._allocator.num_pages * self.config.page_tokens + 1)
+        return min(self.loaded.max_model_len, self._allocator.num_pages * self._executor.limits.page_tokens + 1)
 
     # ---- adapters
 
