@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from polylens.adapters import load_adapter, merge_into
-from polylens.core import Component, ModelLayers
+from polylens.core import Component, LayerKind, LayerSpec, ModelLayers
 from polylens.errors import AdapterMismatchError
-from polylens.models.components import model_layers
+from polylens.models.components import _renamer, model_layers
 from tests.families.adapters import make_adapter
 from tests.families.build import FAMILIES
 
@@ -145,3 +146,71 @@ def test_adapter_of_another_family(checkpoint: CheckpointOf, tmp_path: Path) -> 
     with pytest.raises(AdapterMismatchError, match="seems made for another base model") as caught:
         load(path, layers_of(checkpoint("qwen2_vl")))
     assert len(caught.value.problems) == len(load_file(path / "adapter_model.safetensors")) // 2
+
+
+def text_model_of(folder: Path) -> PreTrainedModel:
+    """The causal language model that the family's text model comes from, with random weights."""
+    own = AutoConfig.from_pretrained(folder).get_text_config()
+    plain = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}.get(own.model_type)
+    if plain is None:
+        return AutoModelForCausalLM.from_config(own)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    more = {"head_dim": own.head_dim} if plain == "qwen3" else {}
+    shape = {name: getattr(own, name) for name in (*sizes, "num_key_value_heads")}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(plain, **shape, **more))
+
+
+def text_layers_of(model: PreTrainedModel) -> ModelLayers:
+    specs = {
+        name: LayerSpec(name, Component.LANGUAGE_MODEL, LayerKind.LINEAR, module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    embedding = model.get_input_embeddings()
+    spec = LayerSpec("model.embed_tokens", Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, *embedding.weight.shape)
+    return ModelLayers({**specs, spec.name: spec}, _renamer(model), "text", "Text", 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_of_the_text_model_alone(family: str, checkpoint: CheckpointOf, tmp_path: Path) -> None:
+    """Saved by PEFT from the causal language model: on the whole model it is the same update of the same layers."""
+    text = text_model_of(checkpoint(family))
+    names = [name for name, module in text.named_modules() if isinstance(module, nn.Linear)]
+    layers = text_layers_of(text)
+    adapted = get_peft_model(text, LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+    adapted.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    assert "lm_head" in names
+    on_text, _ = load(tmp_path, layers)
+    on_whole, report = load(tmp_path, layers_of(checkpoint(family)))
+    renamed = {name.removeprefix("model."): delta for name, delta in on_text.deltas.items()}
+    assert {name.removeprefix("model.language_model."): delta.rank for name, delta in on_whole.deltas.items()} == {
+        name: delta.rank for name, delta in renamed.items()
+    }
+    for name, delta in on_whole.deltas.items():
+        own = renamed[name.removeprefix("model.language_model.")]
+        assert torch.equal(delta.a, own.a)
+        assert torch.equal(delta.b, own.b)
+    assert list(report.components) == [Component.LANGUAGE_MODEL]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_language_part_on_the_text_model_alone(family: str, checkpoint: CheckpointOf, tmp_path: Path) -> None:
+    """Under today's names and old ones; what is for tower and connector is told, as no request can reach it."""
+    path = make_adapter(checkpoint(family), tmp_path / "new", targets="all", seed=3)
+    layers = text_layers_of(text_model_of(checkpoint(family)))
+    whole, _ = load(path, layers_of(checkpoint(family)))
+    language = {name: delta for name, delta in whole.deltas.items() if "language_model" in name or name == "lm_head"}
+    old = rewrite(path, tmp_path / "old", lambda key: old_name(family, key))
+    for folder in (path, old):
+        adapter, report = load(folder, layers)
+        assert {name.replace("model.", "model.language_model.", 1) for name in adapter.deltas} == language.keys()
+        left_out = 2 * (len(whole.deltas) - len(language))
+        assert report.num_copies == left_out
+        assert f"{left_out} tensors are for a vision part" in report.warnings[-1]
+        assert report.num_tensors == len(load_file(path / "adapter_model.safetensors"))
+
+
+def test_a_tower_adapter_is_nothing_for_a_text_model(checkpoint: CheckpointOf, tmp_path: Path) -> None:
+    path = make_adapter(checkpoint("qwen2_vl"), tmp_path, targets="tower", seed=3)
+    with pytest.raises(AdapterMismatchError, match="only for a vision part"):
+        load(path, text_layers_of(text_model_of(checkpoint("qwen2_vl"))))

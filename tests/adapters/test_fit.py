@@ -383,3 +383,66 @@ def test_nothing_is_left_over(shapes: dict[str, tuple[int, ...]]) -> None:
 
 def test_errors_are_adapter_errors() -> None:
     assert issubclass(AdapterMismatchError, AdapterError)
+
+
+def test_what_the_config_says_was_trained_must_be_there(tmp_path: Path) -> None:
+    mismatch(tmp_path, factors(LANGUAGE), "names merger, of which the file has no tensor", modules_to_save=["merger"])
+    mismatch(tmp_path, factors(LANGUAGE), "names lm_head, of which", modules_to_save=["lm_head"])
+    mismatch(tmp_path, factors(LANGUAGE), "names pos_embed, of which", modules_to_save=["pos_embed"])
+    mismatch(tmp_path, factors(LANGUAGE), "the file has no rows of them", trainable_token_indices=[1, 2])
+    for bias in ("all", "lora_only"):
+        mismatch(tmp_path, factors(TOWER), f"the file has no bias of {TOWER}", bias=bias)
+        load(tmp_path, {**factors(TOWER), f"{TOWER}.bias": torch.ones(OUT)}, bias=bias)
+        load(tmp_path, factors(LANGUAGE), bias=bias)  # has none
+
+
+def test_a_module_to_save_that_no_model_has(tmp_path: Path) -> None:
+    """PEFT passes over such a name (trainers set `score` for every kind of task)."""
+    _, report = load(tmp_path, factors(LANGUAGE), modules_to_save=["score"])
+    assert report.warnings == ("modules_to_save names score, which neither model nor file have",)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_head_tied_to_the_embedding_goes_with_it(saved: bool, tmp_path: Path) -> None:
+    """`ensure_weight_tying`: PEFT writes the head's tensors too; without them they are made, others are refused."""
+    layers = tied_layers()
+    key = f"base_model.model.{EMBEDDING}"
+    a, b = torch.randn(2, VOCABULARY), torch.randn(IN, 2)
+    if saved:
+        own = {f"{key}.weight": b @ a}
+        head = {"lm_head.weight": (b @ a).clone()}
+    else:
+        own = {f"{key}.lora_embedding_A": a, f"{key}.lora_embedding_B": b}
+        head = {"lm_head.lora_A.weight": b.T.contiguous(), "lm_head.lora_B.weight": a.T.contiguous()}
+    own = {name: tensor.T.contiguous() if saved else tensor for name, tensor in own.items()}
+    head = {name: tensor.T.contiguous() if saved else tensor for name, tensor in head.items()}
+    options = {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"] if saved else None}
+    with_head, report = load(tmp_path / "both", {**own, **head}, layers, **options)
+    made, _ = load(tmp_path / "one", own, layers, **options)
+    assert made.deltas.keys() == {EMBEDDING, "lm_head"}
+    assert made.digests == with_head.digests
+    assert report.num_tensors == len(own) + len(head)
+    for name, tensor in made.deltas["lm_head"].tensors().items():
+        assert torch.equal(tensor, with_head.deltas["lm_head"].tensors()[name])
+    other = {name: tensor + 1 for name, tensor in head.items()}
+    mismatch_on(layers, tmp_path / "other", {**own, **other}, "lm_head differs from", **options)
+    apart, _ = load(tmp_path / "apart", own, layers, **options | {"ensure_weight_tying": False})
+    assert apart.deltas.keys() == {EMBEDDING}
+
+
+def tied_layers() -> ModelLayers:
+    layers = fake_layers()
+    head = LayerSpec("lm_head", Component.LANGUAGE_MODEL, LayerKind.LINEAR, IN, VOCABULARY)
+    weight = layers.parameters[f"{EMBEDDING}.weight"]
+    return dataclasses.replace(
+        layers,
+        specs={**layers.specs, "lm_head": head},
+        parameters={**layers.parameters, "lm_head.weight": weight},
+    )
+
+
+def mismatch_on(
+    layers: ModelLayers, folder: Path, tensors: dict[str, torch.Tensor], words: str, **options: Any
+) -> None:
+    with pytest.raises(AdapterMismatchError, match=words):
+        load(folder, tensors, layers, **options)

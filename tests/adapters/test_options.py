@@ -47,7 +47,6 @@ def test_what_peft_writes_by_default_is_taken(tmp_path: Path) -> None:
         ("init_lora_weights", "olora"),
         ("init_lora_weights", "loftq"),
         ("peft_type", "LOHA"),
-        ("ensure_weight_tying", True),
         ("an_option_of_the_future", "on"),
         ("an_option_of_the_future", 0),
     ],

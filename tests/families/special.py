@@ -62,6 +62,12 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "head saved": lambda model: {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     "embedding": lambda model: {"target_modules": ["v_proj", "embed_tokens"]},
     "embedding saved": lambda model: {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+    "embedding tied": lambda model: {"target_modules": ["v_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "embedding saved and tied": lambda model: {
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
     "tokens": lambda model: {"target_modules": ["o_proj"], "trainable_token_indices": [40, 7, 90, 101]},
     "convolution": lambda model: {
         "target_modules": ["q_proj", *_modules(model, nn.Conv2d), *_modules(model, nn.Conv3d)]

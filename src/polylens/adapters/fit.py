@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polylens.adapters.completeness import missing_biases, missing_modules, missing_tokens
 from polylens.adapters.experts import fit_experts, join_experts
 from polylens.adapters.fused import join_parts, split_whole
 from polylens.adapters.layer_fit import LayerFit
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from polylens.adapters.options import LoraOptions
-    from polylens.adapters.pairs import FactorPair, TrainedTokens, WholeTensor
+    from polylens.adapters.pairs import FactorPair, PairedTensors, TrainedTokens, WholeTensor
     from polylens.core import LayerSpec, ModelLayers
 
 MAX_SHOWN_PROBLEMS = 4
@@ -37,7 +38,7 @@ class Fit:
     unsupported: tuple[Refusal, ...]
     warnings: tuple[str, ...]
     num_copies: int = 0
-    """Tensors that are the base model's own, or repeat others of the file."""
+    """Tensors that are the base model's own, repeat others of the file, or have no part in a text model alone."""
 
 
 def fit_adapter(tensors: Mapping[str, torch.Tensor], options: LoraOptions, layers: ModelLayers) -> Fit:
@@ -56,9 +57,11 @@ class _Fitting:
         self._problems: list[str] = []
         self._unsupported: list[Refusal] = []
         self._num_copies = 0
+        self._warnings: list[str] = []
+        self._with_bias: set[str] = set()
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> Fit:
-        paired = pair_tensors(tensors)
+        paired = self._without_vision(pair_tensors(tensors))
         self._problems += paired.problems
         self._unsupported += paired.unsupported
         self._num_copies += paired.num_repeated
@@ -73,12 +76,28 @@ class _Fitting:
             self._add_whole(part)
         for tokens in paired.tokens:
             self._add_tokens(tokens)
+        self._tie_heads()
+        self._check_complete(paired)
         if self._options.fan_in_fan_out and any(fit.spec.kind is LayerKind.MATMUL for fit in self._fits.values()):
             # PEFT raises as well. For linear layers it ignores the option, and so do we: it is about Conv1D weights.
             self._unsupported.append(Refusal("fan_in_fan_out", "not defined for a bare parameter"))
         ordered = tuple(self._fits[name] for name in self._layers.specs if name in self._fits)
-        warnings = _warnings(ordered, self._options, self._layers)
+        warnings = (*self._warnings, *_warnings(ordered, self._options, self._layers))
         return Fit(ordered, tuple(self._problems), tuple(self._unsupported), warnings, self._num_copies)
+
+    def _without_vision(self, paired: PairedTensors) -> PairedTensors:
+        """On a text model alone: without the tensors of a tower and connector, which no request can reach there."""
+        absent = self._names.is_of_missing_vision
+        pairs = tuple(pair for pair in paired.pairs if not absent(pair.module))
+        whole = tuple(part for part in paired.whole if not absent(part.module))
+        num_left_out = sum(len(pair.names) for pair in paired.pairs) - sum(len(pair.names) for pair in pairs)
+        num_left_out += len(paired.whole) - len(whole)
+        if num_left_out:
+            self._num_copies += num_left_out
+            self._warnings.append(f"{num_left_out} tensors are for a vision part, which this text model does not have")
+        if num_left_out and not (pairs or whole or paired.tokens):
+            self._problems.append("its tensors are only for a vision part, which this text model does not have")
+        return replace(paired, pairs=pairs, whole=whole)
 
     def _spec_of(self, module: str, option: str, parameter: str | None = None) -> LayerSpec | None:
         """The layer of a module path; None, and why is noted, where there is none. parameter: which of the experts'."""
@@ -137,6 +156,8 @@ class _Fitting:
         if wrong is not None:
             self._problems.append(wrong)
             return
+        if role == "bias":
+            self._with_bias.add(spec.name)
         fit = self._fits.get(spec.name, LayerFit.empty(spec, part.module))
         if role in fit.values:
             self._problems.append(f"{part.name}: the {role} of {spec.name} is in the file under another name as well")
@@ -159,8 +180,33 @@ class _Fitting:
         values = {**fit.values, role: part.value}
         self._fits[spec.name] = replace(fit, values=values, num_tensors=fit.num_tensors + 1)
 
+    def _tie_heads(self) -> None:
+        """With `ensure_weight_tying`, a head tied to the embedding changes with it, whether the file has it or not."""
+        if not self._options.ensure_weight_tying:
+            return
+        for fit in [fit for fit in self._fits.values() if fit.spec.kind is LayerKind.EMBEDDING and not fit.token_ids]:
+            for name in _tied_heads(fit.spec, self._layers):
+                tied = replace(
+                    fit, spec=self._layers.specs[name], a=fit.b.T.contiguous(), b=fit.a.T.contiguous(), num_tensors=0
+                )
+                own = self._fits.setdefault(name, tied)
+                if not _same_tensors(own, tied):
+                    self._problems.append(f"ensure_weight_tying is set, and {name} differs from {fit.spec.name}")
+
+    def _check_complete(self, paired: PairedTensors) -> None:
+        problems, warnings = missing_modules(paired, self._options, self._layers)
+        biased = [name for name, fit in self._fits.items() if fit.rank and f"{name}.bias" in self._layers.parameters]
+        problems += missing_tokens(paired, self._options)
+        problems += missing_biases(biased, self._with_bias, self._options)
+        self._problems += problems
+        self._warnings += warnings
+
     def _is_saved(self, module: str) -> bool:
-        """Whether `modules_to_save` names the module."""
+        """Whether `modules_to_save` names the module, or the embedding and the module goes with it."""
+        if self._options.ensure_weight_tying and any(
+            name.endswith(DEFAULT_EMBEDDING) for name in self._options.modules_to_save
+        ):
+            return True
         return any(f".{module}".endswith(f".{name}") for name in self._options.modules_to_save)
 
     def _add_tokens(self, tokens: TrainedTokens) -> None:
@@ -192,6 +238,11 @@ class _Fitting:
             num = 1 if name == spec.name else 0
             ordered_ids = tuple(ids[i] for i in order)
             self._fits[name] = replace(fit, token_ids=ordered_ids, token_rows=rows, num_tensors=num)
+
+
+def _same_tensors(one: LayerFit, other: LayerFit) -> bool:
+    ours, theirs = one.tensors(), other.tensors()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[role], theirs[role]) for role in ours)
 
 
 def parameter_name(spec: LayerSpec, role: str) -> str:

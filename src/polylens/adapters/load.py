@@ -53,7 +53,8 @@ class LoadReport:
 
     changed: False if the name already held the same content. no_effect: layers that the model never uses
     for its output, so their deltas do nothing. warnings: odd, but of no effect on what is applied.
-    num_copies: tensors of the file that are the base model's own or repeat others: nothing is to be done for them.
+    num_copies: tensors of the file that are the base model's own or repeat others, and, on a text model alone, those
+    of a vision part: nothing is to be done for them.
     """
 
     name: str

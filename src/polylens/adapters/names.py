@@ -9,13 +9,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from polylens.adapters.experts import are_experts
-from polylens.core import BARE_KINDS, LayerKind
+from polylens.core import BARE_KINDS, Component, LayerKind
 
 if TYPE_CHECKING:
     from polylens.core import LayerSpec, ModelLayers
 
 LOOSE_PREFIXES = ("module.", "base_model.model.", "model.")
 """What data-parallel wrappers, PEFT around PEFT, and training with one wrapper more leave in front."""
+
+_TEXT_PREFIXES = (*LOOSE_PREFIXES, "language_model.", "text_model.")
+"""What stands in front of a text model's own paths, in a causal language model and in a model around it."""
+
+_OF_VISION = re.compile(
+    r"(?:^|\.)(?:visual|vision\w*|\w+_vision|image_\w+|vit|patch_\w+|connector|aligner|merger|\w*projector\w*)(?:\.|$)"
+)
+"""Paths of towers and connectors, as families call them."""
 
 MAX_NEAREST = 2
 """How many near names a message gives."""
@@ -77,6 +85,20 @@ class LayerNames:
                 return specs[0] if not hits and len(specs) == 1 else None
         return None
 
+    def is_of_missing_vision(self, module: str) -> bool:
+        """Whether the model is a text model alone, and `module` the path of a tower or connector it does not have."""
+        return not self._has_vision and _OF_VISION.search(module) is not None and self.layer(module) is None
+
+    @cached_property
+    def _has_vision(self) -> bool:
+        return any(spec.component is not Component.LANGUAGE_MODEL for spec in self._layers.specs.values())
+
+    @cached_property
+    def _text_root(self) -> str | None:
+        """The path of the text model: what owns the token embedding."""
+        kinds = self._layers.specs.values()
+        return next((spec.name.rpartition(".")[0] for spec in kinds if spec.kind is LayerKind.EMBEDDING), None)
+
     def experts(self, module: str) -> tuple[LayerSpec, ...]:
         """The parameters of the experts that `module` means; empty where it means none."""
         found = self.find(module)
@@ -95,11 +117,16 @@ class LayerNames:
         rename = self._layers.rename
         bare = module
         stripped = set()
-        while prefix := next((p for p in LOOSE_PREFIXES if bare.startswith(p)), None):
-            bare = bare.removeprefix(prefix)
+        while (shorter := _without_prefix(bare, LOOSE_PREFIXES)) != bare:
+            bare = shorter
             stripped.add(bare)
         loose = {*stripped, f"model.{bare}"} - {module}
-        return [{rename(module), module}, {rename(path) for path in loose} | loose]
+        spellings = [{rename(module), module}, {rename(path) for path in loose} | loose]
+        if self._text_root is not None:
+            # Saved from the causal language model alone, or from a vision-language model around this one.
+            of_text = _stripped(module, _TEXT_PREFIXES)
+            spellings.append({of_text, f"{self._text_root}.{of_text}"})
+        return spellings
 
     def _why_missing(self, module: str) -> str:
         path = self._layers.rename(module)
@@ -149,3 +176,15 @@ class LayerNames:
     @cached_property
     def _nearest_memo(self) -> dict[str, list[str]]:
         return {}
+
+
+def _without_prefix(path: str, prefixes: tuple[str, ...]) -> str:
+    """`path` without the first of the prefixes that it has, if any."""
+    return path.removeprefix(next((prefix for prefix in prefixes if path.startswith(prefix)), ""))
+
+
+def _stripped(path: str, prefixes: tuple[str, ...]) -> str:
+    """`path` without all of the prefixes that it has, in any order."""
+    while (shorter := _without_prefix(path, prefixes)) != path:
+        path = shorter
+    return path

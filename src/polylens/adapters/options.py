@@ -50,6 +50,7 @@ _APPLIED = frozenset(
     {
         "alpha_pattern",
         "bias",
+        "ensure_weight_tying",
         "fan_in_fan_out",
         "init_lora_weights",
         "lora_alpha",
@@ -84,7 +85,6 @@ _CONVERSIONS = {
 _REASONS = {
     "alora_invocation_tokens": "the adapter starts in the middle of the prompt (aLoRA)",
     "arrow_config": "experts are routed per token (Arrow)",
-    "ensure_weight_tying": "head and embeddings are trained as one",
     "kasa_config": "the base weights are truncated (KaSA)",
     "layer_replication": "layers of the base model are replicated",
     "megatron_config": "the layers are Megatron's",
@@ -123,6 +123,7 @@ class LoraOptions:
     lora_bias: bool = False
     bias: str = "none"
     modules_to_save: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
     token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """`trainable_token_indices`: end of an embedding's path -> the tokens whose rows were trained."""
     base_model: str | None = None
@@ -175,6 +176,7 @@ def parse_options(config: Mapping[str, Any]) -> LoraOptions:
         lora_bias=_bool(config, "lora_bias"),
         bias=_optional_string(config, "bias") or "none",
         modules_to_save=_strings(config.get("modules_to_save") or [], "modules_to_save"),
+        ensure_weight_tying=_bool(config, "ensure_weight_tying"),
         token_ids=_token_ids(config.get("trainable_token_indices") or {}),
         base_model=_optional_string(config, "base_model_name_or_path"),
         peft_version=_optional_string(config, "peft_version"),
