@@ -26,6 +26,7 @@ CONNECTOR_MARKS = (
     "mm_projector",
     "model.projector.",
     "resampler_model",
+    "head_linear",
 )
 """Parts of a module path that belong to the connector in one of the families."""
 TOWER_MARKS = ("visual", "vision_tower", "vision_encoder", "vision_model")

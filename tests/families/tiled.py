@@ -113,6 +113,7 @@ def _llava_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
 
 
 CHATML_STOP = ("<|im_end|>",)
+COHERE_STOP = ("<|END_OF_TURN_TOKEN|>",)
 GRANITE_STOP = ("<|end_of_text|>",)
 
 TILED: Mapping[str, Family] = {
@@ -144,4 +145,10 @@ TILED: Mapping[str, Family] = {
         anyres.granite_tokenizer, anyres.granite4_vision_processor, anyres.granite4_vision, GRANITE_STOP
     ),
     "vipllava": Family(llava_tokenizer, anyres.vipllava_processor, anyres.vipllava, ("</s>",)),
+    "aya_vision": Family(crops.aya_tokenizer, crops.aya_vision_processor, crops.aya_vision, COHERE_STOP),
+    "cohere2_vision": Family(
+        crops.cohere2_tokenizer, crops.cohere2_vision_processor, crops.cohere2_vision, COHERE_STOP
+    ),
+    "ovis2": Family(crops.ovis2_tokenizer, crops.ovis2_processor, crops.ovis2, CHATML_STOP),
+    "got_ocr2": Family(crops.got_tokenizer, crops.got_ocr2_processor, crops.got_ocr2, CHATML_STOP, needs_picture=True),
 }

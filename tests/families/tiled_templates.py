@@ -53,6 +53,46 @@ GRANITE_TEMPLATE = (
 )
 GRANITE_SPECIAL = ("<|end_of_text|>", "<|pad|>", "<|start_of_role|>", "<|end_of_role|>", "<image>")
 
+COHERE_SPECIAL = (
+    "<BOS_TOKEN>",
+    "<PAD>",
+    "<|START_OF_TURN_TOKEN|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|USER_TOKEN|>",
+    "<|CHATBOT_TOKEN|>",
+    "<|SYSTEM_TOKEN|>",
+)
+COHERE_IMAGE_TOKENS = {
+    "boi_token": "<|START_OF_IMG|>",
+    "eoi_token": "<|END_OF_IMG|>",
+    "image_token": "<|IMG_PATCH|>",
+    "img_line_break_token": "<|IMG_LINE_BREAK|>",
+}
+
+
+def cohere_template(placeholder: str) -> str:
+    return (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% set role = {'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'}[message['role']] %}"
+        "{{ '<|START_OF_TURN_TOKEN|><|' + role + '_TOKEN|>' }}"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for content in message['content'] %}"
+        "{% if content['type'] == 'image' %}{{ '" + placeholder + "' }}{% else %}{{ content['text'] }}{% endif %}"
+        "{% endfor %}{% endif %}{{ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
+    )
+
+
+OVIS2_SPECIAL = ("<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+OVIS2_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 
 def plain_inputs(processor: Any, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the documentation of a family without a chat template passes to its processor, for one user's turn."""
@@ -62,7 +102,15 @@ def plain_inputs(processor: Any, messages: Sequence[Mapping[str, Any]]) -> dict[
     return {"images": pictures or None, "text": _PLAIN[type(processor).__name__](len(pictures), text)}
 
 
+def _got_text(num_pictures: int, text: str) -> str:
+    return (
+        "<|im_start|>system\nYou should follow the instructions carefully and explain your answers in detail.<|im_end|>"
+        f"<|im_start|>user\n<img>{'<imgpad>' * num_pictures}</img>\n{text}<|im_end|><|im_start|>assistant\n"
+    )
+
+
 _PLAIN = {
+    "GotOcr2Processor": _got_text,
     "Florence2Processor": lambda num_pictures, text: text,
     "PaliGemmaProcessor": lambda num_pictures, text: "<image>" * num_pictures + text,
 }

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # A merger inside the tower module is the connector: it maps patches to the text model's width
-# (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample).
-_CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample)(?:\.|$)")
+# (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample; Ovis 2: head_linear).
+_CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample|head_linear|head_norm)(?:\.|$)")
 
 
 def text_model(model: PreTrainedModel) -> nn.Module:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from polylens.core import MediaKind
 from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
 from polylens.models.control_tokens import Escape, SafeTokenizer, control_tokens
 from polylens.models.families import notes_for
+from polylens.models.families.notes import FEATURE_IDS
 from polylens.models.item_processor import ItemProcessor, ResultMemo, WholeProcessor
 from polylens.models.media_settings import MediaSettings, takes_pixels
 from polylens.models.media_source import first_line
@@ -249,6 +250,8 @@ class Processing:
     def _assemble(self, ids: list[int], call: _Call) -> PreparedPrompt:
         items = call.placed_items()
         runs = _runs(ids, self.feature_ids, [item.num_tokens for item in items])
+        if self.notes.feature_ids_entries:
+            items = [_with_feature_ids(item, ids, run) for item, run in zip(items, runs, strict=True)]
         return PreparedPrompt(ids, items, [MediaSlot(index, run) for index, run in enumerate(runs)])
 
 
@@ -343,7 +346,7 @@ class _Call:
     def _encoder_tensors(self, outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Without what processors return for their own use (`num_crops`, `video_metadata`)."""
         notes = self._owner.notes
-        unused = {*self._owner.processor.unused_input_names, *notes.dropped_inputs} - {*notes.kept_inputs}
+        unused = {*self._owner.processor.unused_input_names, *notes.dropped_inputs}
         return {
             name: value
             for name, value in outputs.items()
@@ -466,6 +469,11 @@ def _feature_ids(processor: Any, config: Any, notes: ProcessorNotes) -> list[int
         named = [token_id for kind in MediaKind for token_id in getattr(processor, f"{kind}_token_ids", ())]
     more = [token_id for entry in notes.feature_ids_entries for token_id in getattr(config, entry)]
     return list(dict.fromkeys(token_id for token_id in (*named, *more) if token_id is not None))
+
+
+def _with_feature_ids(item: ProcessedItem, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> ProcessedItem:
+    its_ids = torch.tensor([token_id for start, length in runs for token_id in ids[start : start + length]])
+    return replace(item, tensors={**item.tensors, FEATURE_IDS: its_ids})
 
 
 def _with_flat_images(prepare: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polylens.models.families import florence2, frames, granite4_vision, llava_onevision, paligemma
+from polylens.models.families import florence2, frames, got_ocr2, granite4_vision, llava_onevision, ovis2, paligemma
 from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "FamilyNotes", "TwoWay", "notes_for"]
 
 FAMILIES: Mapping[str, FamilyNotes] = {
+    "aya_vision": FamilyNotes(),
+    "cohere2_vision": FamilyNotes(),
     "florence2": FamilyNotes(
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
     ),
@@ -24,6 +26,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "glm4v": FamilyNotes(),
     "glm4v_moe": FamilyNotes(),
     "glm_ocr": FamilyNotes(),
+    "got_ocr2": FamilyNotes(processor=ProcessorNotes(chat_template=got_ocr2.TEMPLATE, flat_images=True)),
     "granite4_vision": FamilyNotes(read_features=granite4_vision.read, text_arguments=granite4_vision.text_arguments),
     "idefics2": FamilyNotes(),
     "idefics3": FamilyNotes(),
@@ -44,6 +47,9 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "mistral3": FamilyNotes(),
     "mllama": FamilyNotes(),
+    "ovis2": FamilyNotes(
+        encode=ovis2.encode, processor=ProcessorNotes(feature_ids_entries=("visual_indicator_token_ids",))
+    ),
     "paligemma": FamilyNotes(
         two_way=TwoWay.PROMPT,
         first_position=1,

@@ -63,15 +63,18 @@ def get_features(inner: Any, kind: MediaKind, batch: Mapping[str, Tensor]) -> An
     return run(**batch, return_dict=True)
 
 
+FEATURE_IDS = "feature_ids"
+
+
 @dataclass(frozen=True)
 class ProcessorNotes:
     """Facts about one family's processor.
 
     chat_template: used where a checkpoint has none; None: such a checkpoint is refused.
     commands: pattern of tokens that users type on purpose (tasks, places); all others that they type are plain text.
-    feature_ids_entries: config entries with further ids of tokens that features replace.
-    dropped_inputs, kept_inputs: tensors that no encoder takes although the processor does not say so, and tensors
-    it says are unused that the family's hooks need.
+    feature_ids_entries: config entries with further ids of tokens that features replace. Where there are any, each
+    item has the ids of all its tokens (n,) among its tensors, as FEATURE_IDS, for `encode`.
+    dropped_inputs: tensors that no encoder takes although the processor does not say so.
     flat_images: whether the processor takes pictures as one list, not as a list a conversation.
     pictures_together: whether a lone picture is processed otherwise than one of several in a conversation.
     plain_call: whether to pass over what the processor's own `__call__` adds (it only merges pixels of all media,
@@ -82,7 +85,6 @@ class ProcessorNotes:
     commands: str | None = None
     feature_ids_entries: tuple[str, ...] = ()
     dropped_inputs: tuple[str, ...] = ()
-    kept_inputs: tuple[str, ...] = ()
     flat_images: bool = False
     pictures_together: bool = False
     plain_call: bool = False
