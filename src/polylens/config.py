@@ -57,10 +57,14 @@ class EngineConfig:
     max_model_len: int | None = None
     """Most tokens of prompt plus answer; None: the model's own context length."""
     page_tokens: int = DEFAULT_PAGE_TOKENS
-    kv_bytes: int = 1024 * MIB
-    vision_cache_bytes: int = 256 * MIB
+    gpu_memory_utilization: float | None = None
+    """Part of a GPU's memory to use, weights included; None: 0.9. On a CPU half of what is free is used."""
+    kv_bytes: int | None = None
+    """Memory for keys and values. None here and below: what the memory plan says (`polylens plan`)."""
+    vision_cache_bytes: int | None = None
+    """Memory for features of pictures and videos that may come again."""
     adapter_device_bytes: int | None = None
-    """Adapters on the device at a time; the others come in when asked for. None: all that are loaded."""
+    """Adapters on the device at a time; the others come in when asked for."""
     adapter_host_bytes: int | None = None
     """Adapters kept in CPU memory beside those on the device, which spares reading files again; None: all."""
     read_pickles: bool = True
@@ -78,17 +82,32 @@ class EngineConfig:
         for name, allowed in (("dtype", get_args(DTypeName)), ("apply_mode", get_args(ApplyMode))):
             if getattr(self, name) not in allowed:
                 raise ModelLoadError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("page_tokens", "max_step_tokens", "max_running", "max_encoder_rows", "kv_bytes"):
+        for name in ("page_tokens", "max_step_tokens", "max_running", "max_encoder_rows"):
             self._check_whole(name, 1)
-        self._check_whole("vision_cache_bytes", 0)
-        for name, least in (("max_model_len", 1), ("adapter_device_bytes", 0), ("adapter_host_bytes", 0)):
+        for name, least in (
+            ("max_model_len", 1),
+            ("kv_bytes", 1),
+            ("vision_cache_bytes", 0),
+            ("adapter_device_bytes", 0),
+            ("adapter_host_bytes", 0),
+        ):
             if getattr(self, name) is not None:
                 self._check_whole(name, least)
         for name in ("trust_remote_code", "read_pickles", "prefix_cache", "show_progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ModelLoadError(f"{name} must be True or False, got {getattr(self, name)!r:.200}")
+        self._check_utilization()
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ModelLoadError(f"{name} must be a whole number of at least {least}, got {value!r:.200}")
+
+    def _check_utilization(self) -> None:
+        part = self.gpu_memory_utilization
+        if part is None:
+            return
+        if not isinstance(part, int | float) or not 0 < part <= 1:
+            raise ModelLoadError(f"gpu_memory_utilization must be above 0 and at most 1, got {part!r:.200}")
+        if not self.device.startswith("cuda"):
+            raise ModelLoadError(f"gpu_memory_utilization is for GPUs, not for {self.device!r}: give kv_bytes")

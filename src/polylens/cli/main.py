@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from polylens import __version__
-from polylens.cli import batch, demo, inspect, merge, run, serve, verify
+from polylens.cli import batch, demo, inspect, merge, plan, run, serve, verify
 from polylens.errors import PolylensError
 
 EXIT_OK = 0
@@ -37,6 +37,7 @@ for _name, _function, _short_help in (
     ("run", run.run, "Answer one prompt, with an adapter or the base model."),
     ("batch", batch.batch, "Answer a file of requests, all adapters in one batch."),
     ("inspect", inspect.inspect, "Show what is in an adapter, and whether it fits a model."),
+    ("plan", plan.plan, "Show how memory would be divided for a model."),
     ("merge", merge.merge, "Write a model with one adapter merged into its weights."),
     ("verify", verify.verify, "Check that adapters answer as merged checkpoints do."),
     ("demo", demo.demo, "See it work on a tiny model that comes with polylens."),
@@ -93,6 +94,7 @@ def _quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler, which measures memory, warns of every start
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
 
 

@@ -64,7 +64,12 @@ MaxModelLenOption = Annotated[
 ]
 KvBytesOption = Annotated[
     int | None,
-    typer.Option("--kv-bytes", min=1, metavar="BYTES", help="Memory for the KV cache, in bytes; 1 GiB if not given."),
+    typer.Option(
+        "--kv-bytes",
+        min=1,
+        metavar="BYTES",
+        help="Memory for the KV cache; see `polylens plan`.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -142,7 +147,7 @@ def open_llm(options: ModelOptions, adapters: dict[str, str]) -> LLM:
         dtype=options.dtype.value,
         device=options.device,
         max_model_len=options.max_model_len,
-        kv_bytes=options.kv_bytes if options.kv_bytes is not None else EngineConfig.kv_bytes,
+        kv_bytes=options.kv_bytes,
         trust_remote_code=options.trust_remote_code,
         show_progress=sys.stderr.isatty(),
     )

@@ -113,6 +113,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
         max_model_len=arguments.max_model_len,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
         kv_bytes=arguments.kv_bytes,
         vision_cache_bytes=arguments.vision_cache_bytes,
         adapter_device_bytes=arguments.adapter_device_bytes,

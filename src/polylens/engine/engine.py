@@ -15,6 +15,7 @@ from polylens.engine.adapter_store import AdapterStore
 from polylens.engine.constraints import Constraints
 from polylens.engine.host import HostExecutor
 from polylens.engine.logit_rules import LogitRules
+from polylens.engine.measure import make_plan
 from polylens.engine.paged import PagedExecutor
 from polylens.engine.pages import PageAllocator
 from polylens.engine.prefix_cache import PrefixCache
@@ -23,7 +24,7 @@ from polylens.engine.sampler import Sampled, Sampler, make_generator
 from polylens.engine.scheduler import Scheduler, StepPlan
 from polylens.engine.sequence import Sequence
 from polylens.engine.stopping import OutputRules
-from polylens.engine.vision import VisionCache, VisionStage
+from polylens.engine.vision import VisionCache, VisionStage, encoder_rows
 from polylens.errors import InternalError, PolylensError, RequestError
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from polylens.engine.stopping import OutputStep, OutputStream
     from polylens.models.loading import LoadedModel
     from polylens.models.probe import ProbeResult
+    from polylens.models.processing import PreparedPrompt
 
 
 ADAPTER_WAIT_S = 0.01
@@ -75,11 +77,14 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.loaded = loaded
         self.config = config
+        self.context = RoutingContext(head_layer=loaded.head_name)
+        """Whose rows the layers compute, in the forward that runs now."""
+        self.plan = make_plan(loaded, self.context, config)
         self._adapter_files = AdapterFiles(loaded.dtype, loaded.device, pickles=config.read_pickles)
         self.registry = AdapterStore(
             self._adapter_files.read,
             self._adapter_files.place,
-            device_bytes=config.adapter_device_bytes,
+            device_bytes=self.plan.adapter_bytes,
             host_bytes=config.adapter_host_bytes,
             shared_memory=self._adapter_files.on_cpu,
         )
@@ -87,13 +92,13 @@ class Engine:
         self._ids = itertools.count()
         self.num_steps = 0
         self.num_generated_tokens = 0
-        self.context = RoutingContext(head_layer=loaded.head_name)
-        """Whose rows the layers compute, in the forward that runs now."""
-        self.vision = VisionStage(loaded, self.context, VisionCache(config.vision_cache_bytes), config.max_encoder_rows)
+        self.vision = VisionStage(
+            loaded, self.context, VisionCache(self.plan.vision_cache_bytes), self.plan.max_encoder_rows
+        )
         self._executor: Executor = (
             HostExecutor(loaded, config, self.context)
             if loaded.is_hosted
-            else PagedExecutor(loaded, config, self.context, self.vision)
+            else PagedExecutor(loaded, config, self.context, self.vision, self.plan.kv_bytes)
         )
         limits = self._executor.limits
         self.max_running = limits.max_running
@@ -187,9 +192,21 @@ class Engine:
 
         allow_paths: whether media may name local files. Raises RequestError.
         """
-        return prepare_request(
+        prepared = prepare_request(
             self.loaded, self._constraints, request, max_model_len=self.max_model_len, allow_paths=allow_paths
         )
+        self._check_item_sizes(prepared.prompt)
+        return prepared
+
+    def _check_item_sizes(self, prompt: PreparedPrompt) -> None:
+        for item in prompt.items:
+            rows = encoder_rows(self.loaded, item)
+            if rows > self.plan.max_item_rows:
+                raise RequestError(
+                    f"{item.kind} too large: it takes {rows} rows of the encoder, and the memory plan has room for "
+                    f"{self.plan.max_item_rows}; send it smaller, or start with more memory (see `polylens plan`)",
+                    param="messages",
+                )
 
     def enqueue(self, prepared: PreparedRequest, lease: StoreLease, request_id: str | None = None) -> str:
         """Queue a prepared request under the adapter of `lease`; returns its id. Between steps only.

@@ -49,12 +49,16 @@ class _Media:
 class PagedExecutor:
     """Encodes the pictures a step needs, then runs the text model over all its entries at once."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, context: RoutingContext, vision: VisionStage) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, context: RoutingContext, vision: VisionStage, kv_bytes: int
+    ) -> None:
+        """kv_bytes: for KV pages, and the states that sequences carry beside them."""
         text = TextRunner(loaded)
         with torch.inference_mode():
             layers, state_bytes = measure_kv(text, position_rows(loaded.inner))
-        max_running = _max_running(config, state_bytes)
-        num_pages = _num_pages(config, loaded, bytes_per_token(layers, loaded.dtype), max_running, state_bytes)
+        max_running = _max_running(config, kv_bytes, state_bytes)
+        page_bytes = bytes_per_token(layers, loaded.dtype) * config.page_tokens
+        num_pages = _num_pages(config, loaded, kv_bytes - max_running * state_bytes, page_bytes, max_running)
         kv = PagedKV(
             layers, num_pages=num_pages, page_tokens=config.page_tokens, dtype=loaded.dtype, device=loaded.device
         )
@@ -118,29 +122,28 @@ class PagedExecutor:
         }
 
 
-def _max_running(config: EngineConfig, state_bytes: int) -> int:
+def _max_running(config: EngineConfig, kv_bytes: int, state_bytes: int) -> int:
     """Sequences decoded together: no more than whose carried states fill their part of the KV budget."""
     if state_bytes == 0:
         return config.max_running
-    affordable = int(config.kv_bytes * MAX_STATE_SHARE) // state_bytes
+    affordable = int(kv_bytes * MAX_STATE_SHARE) // state_bytes
     if affordable < 1:
         raise ModelLoadError(
-            f"kv_bytes={config.kv_bytes} is too small: a request of this model carries a state of {state_bytes} bytes; "
+            f"kv_bytes={kv_bytes} is too small: a request of this model carries a state of {state_bytes} bytes; "
             f"give at least {int(state_bytes / MAX_STATE_SHARE)}"
         )
     return min(config.max_running, affordable)
 
 
-def _num_pages(config: EngineConfig, loaded: LoadedModel, token_bytes: int, max_running: int, state_bytes: int) -> int:
-    """KV pages within the byte budget left by states, but no more than the running sequences could ever fill."""
-    affordable = (config.kv_bytes - max_running * state_bytes) // (token_bytes * config.page_tokens)
+def _num_pages(config: EngineConfig, loaded: LoadedModel, num_bytes: int, page_bytes: int, max_running: int) -> int:
+    """KV pages within the bytes that states leave, but no more than the running sequences could ever fill."""
+    affordable = num_bytes // page_bytes
     if affordable < 1:
         raise ModelLoadError(
-            f"kv_bytes={config.kv_bytes} holds no KV page: one page of {config.page_tokens} tokens needs "
-            f"{token_bytes * config.page_tokens} bytes"
+            f"{num_bytes} bytes for keys and values hold no KV page: one page of {config.page_tokens} tokens needs "
+            f"{page_bytes} bytes; raise kv_bytes"
         )
-    usable = max_running * pages_for(loaded.max_model_len, config.page_tokens)
-    return min(affordable, usable)
+    return min(affordable, max_running * pages_for(loaded.max_model_len, config.page_tokens))
 
 
 def _media_spans(prompt: PreparedPrompt, jobs: Sequence[EncodeJob]) -> tuple[MediaSpan, ...]:

@@ -69,10 +69,15 @@ def _packed(items: Sequence[ProcessedItem]) -> ProcessedItem:
     return replace(items[0], tensors=tensors, num_tokens=sum(item.num_tokens for item in items))
 
 
+def picture_item(processing: Processing, height: int, width: int, seed: int = 0) -> ProcessedItem:
+    """A picture of noise, as the processor makes it an item. Sizes in pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return _processed(processing, {"type": "image", "image": Image.fromarray(pixels)})
+
+
 def _picture(processing: Processing, side: int, index: int) -> ProcessedItem:
     height, width = (side * times for times in _SHAPES[index])
-    pixels = np.random.default_rng(index).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return _processed(processing, {"type": "image", "image": Image.fromarray(pixels)})
+    return picture_item(processing, height, width, index)
 
 
 def _video(processing: Processing, side: int, index: int) -> ProcessedItem:
