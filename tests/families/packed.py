@@ -30,8 +30,11 @@ from transformers import (
 )
 
 from tests.families.glm import GLM
+from tests.families.kimi_k25 import kimi_k25, kimi_k25_processor, kimi_k25_tokenizer
+from tests.families.paddleocr_vl import paddleocr_vl, paddleocr_vl_processor, paddleocr_vl_tokenizer
 from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
 from tests.families.tokenizers_and_templates import QWEN2_TEMPLATE, QWEN3_TEMPLATE, qwen_tokenizer
+from tests.families.video_llama_3 import video_llama_3, video_llama_3_processor
 
 
 def _qwen2_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -218,4 +221,7 @@ PACKED: Mapping[str, Family] = {
         QWEN_STOP,
         takes_videos=True,
     ),
+    "kimi_k25": Family(kimi_k25_tokenizer, kimi_k25_processor, kimi_k25, ("[EOS]", "<|im_end|>"), takes_videos=True),
+    "paddleocr_vl": Family(paddleocr_vl_tokenizer, paddleocr_vl_processor, paddleocr_vl, ("</s>",)),
+    "video_llama_3": Family(qwen_tokenizer, video_llama_3_processor, video_llama_3, QWEN_STOP, takes_videos=True),
 }

@@ -39,3 +39,108 @@ GLM_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{{ '\\n' }}{% endif %}"""
 """GLM-4.1V's: pictures and the frames of videos are written with the same token."""
+
+VIDEO_LLAMA_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string %}{{ message['content'] }}
+{%- else %}
+{%- for content in message['content'] %}
+{%- if content['type'] == 'image' %}<|image_pad|>{{ '\\n' }}
+{%- elif content['type'] == 'video' %}<|video_pad|>{{ '\\n' }}
+{%- elif content['type'] == 'text' %}{{ content['text'] }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+PADDLE_SPECIAL = ("<unk>", "<s>", "</s>", "<|begin_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_END|>")
+PADDLE_NAMED = {"image_token": "<|IMAGE_PLACEHOLDER|>"}
+PADDLE_TEMPLATE = """\
+{{- '<|begin_of_sentence|>' -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{{ 'User: ' }}
+{%- elif message['role'] == 'assistant' -%}{{ 'Assistant:\\n' }}
+{%- endif -%}
+{%- if message['content'] is string -%}{{ message['content'] }}
+{%- else -%}
+{%- for content in message['content'] -%}
+{%- if content['type'] == 'image' -%}{{ '<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>' }}
+{%- elif content['type'] == 'text' -%}{{ content['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '</s>' if message['role'] == 'assistant' else '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'Assistant:\\n' }}{%- endif -%}"""
+
+KIMI_SPECIAL = (
+    "[BOS]",
+    "[EOS]",
+    "[PAD]",
+    "<|im_end|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|im_middle|>",
+    "<|media_begin|>",
+    "<|media_content|>",
+    "<|media_end|>",
+    "<|media_pad|>",
+    "<|kimi_k25_video_placeholder|>",
+)
+KIMI_TEMPLATE = """\
+{%- macro written(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}
+{%- for part in content -%}
+{%- if part['type'] == 'image' -%}<|media_begin|>image<|media_content|><|media_pad|><|media_end|>
+{%- elif part['type'] == 'video' -%}<|kimi_k25_video_placeholder|>
+{%- elif part['type'] == 'text' -%}{{ part['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}<|im_user|>user<|im_middle|>
+{%- elif message['role'] == 'assistant' -%}<|im_assistant|>assistant<|im_middle|>
+{%- else -%}<|im_system|>system<|im_middle|>
+{%- endif -%}
+{{- written(message['content']) -}}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"""
+
+ERNIE_SPECIAL = ("<unk>", "<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>")
+ERNIE_NAMED = {
+    "image_token": "<|IMAGE_PLACEHOLDER|>",
+    "image_start_token": "<|IMAGE_START|>",
+    "image_end_token": "<|IMAGE_END|>",
+    "video_token": "<|VIDEO_PLACEHOLDER|>",
+    "video_start_token": "<|VIDEO_START|>",
+    "video_end_token": "<|VIDEO_END|>",
+}
+ERNIE_TEMPLATE = """\
+{%- set number = namespace(image=1, video=1) -%}
+{%- macro written(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}
+{%- for part in content -%}
+{%- if part['type'] == 'image' -%}
+Picture {{ number.image }}:<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>{%- set number.image = number.image + 1 -%}
+{%- elif part['type'] == 'video' -%}
+Video {{ number.video }}:<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>{%- set number.video = number.video + 1 -%}
+{%- elif part['type'] == 'text' -%}{{ part['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{{- '<|begin_of_sentence|>' -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{{ 'User: ' + written(message['content']) + '\\n' }}
+{%- elif message['role'] == 'assistant' -%}{{ 'Assistant: ' + written(message['content']) + '<|end_of_sentence|>' }}
+{%- else -%}{{ written(message['content']) + '\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '\\nAssistant: ' }}{%- endif -%}"""

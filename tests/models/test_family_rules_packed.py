@@ -15,14 +15,19 @@ from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
 
 PATCHES: Mapping[str, RowRule] = {"": RowRule.PATCHES}
+TINY_PICTURES = RowRule.TILES
+"""Of towers that take every patch as a picture of its own, (patches, 3, side, side)."""
 EXPECTED: Mapping[str, Mapping[str, RowRule]] = {
     "glm4v": PATCHES,
     "glm46v": PATCHES,
     "glm4v_moe": PATCHES,
     "glm_ocr": PATCHES,
+    "kimi_k25": {"mm_projector": RowRule.TOKENS, "": TINY_PICTURES},
+    "paddleocr_vl": {"projector": RowRule.PER_CALL, "": TINY_PICTURES},
     "qwen3_5": PATCHES,
     "qwen3_5_moe": PATCHES,
     "qwen3_vl_moe": PATCHES,
+    "video_llama_3": PATCHES,
 }
 """By family: the rule of the layers whose names match a pattern; the first that matches counts."""
 

@@ -141,8 +141,7 @@ class Processing:
     @property
     def takes_videos(self) -> bool:
         """Whether the processor takes videos; if not, they become sampled frames as pictures."""
-        has_token = getattr(self.processor, "video_token", None) is not None
-        return has_token and getattr(self.processor, "video_processor", None) is not None
+        return MediaKind.VIDEO in _kinds_taken(self.processor)
 
     def prepare(
         self,
@@ -462,9 +461,15 @@ def _as_runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple((int(piece[0]), len(piece)) for piece in pieces if len(piece))
 
 
+def _kinds_taken(processor: Any) -> list[MediaKind]:
+    has_token = getattr(processor, "video_token", None) is not None
+    takes_videos = has_token and getattr(processor, "video_processor", None) is not None
+    return [MediaKind.IMAGE, MediaKind.VIDEO] if takes_videos else [MediaKind.IMAGE]
+
+
 def _feature_ids(processor: Any, config: Any, notes: ProcessorNotes) -> list[int]:
     """Ids of the tokens that features replace: the model's own, as processors may name others beside them."""
-    named = [getattr(config, f"{kind}_token_id", None) for kind in MediaKind]
+    named = [getattr(config, f"{kind}_token_id", None) for kind in _kinds_taken(processor)]
     if not any(named):
         named = [token_id for kind in MediaKind for token_id in getattr(processor, f"{kind}_token_ids", ())]
     more = [token_id for entry in notes.feature_ids_entries for token_id in getattr(config, entry)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polylens.models.families import florence2, frames, got_ocr2, granite4_vision, llava_onevision, ovis2, paligemma
+from polylens.models.families import florence2, frames, granite4_vision, llava_onevision, paligemma, video_llama_3
 from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         encode=frames.encode_as_pictures,
         processor=ProcessorNotes(dropped_inputs=("num_patches",), plain_call=True),
     ),
+    "kimi_k25": FamilyNotes(),
     "lighton_ocr": FamilyNotes(),
     "llava": FamilyNotes(),
     "llava_next": FamilyNotes(),
@@ -50,6 +52,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "ovis2": FamilyNotes(
         encode=ovis2.encode, processor=ProcessorNotes(feature_ids_entries=("visual_indicator_token_ids",))
     ),
+    "paddleocr_vl": FamilyNotes(),
     "paligemma": FamilyNotes(
         two_way=TwoWay.PROMPT,
         first_position=1,
@@ -62,6 +65,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "qwen3_vl": FamilyNotes(),
     "qwen3_vl_moe": FamilyNotes(),
     "smolvlm": FamilyNotes(),
+    "video_llama_3": FamilyNotes(encode=video_llama_3.encode),
     "vipllava": FamilyNotes(),
 }
 """By `config.model_type`, in alphabetical order: the families whose parity with merged weights the tests prove."""
