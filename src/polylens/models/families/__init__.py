@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polylens.models.families import florence2, frames, got_ocr2, granite4_vision, llava_onevision, ovis2, paligemma
-from polylens.models.families import florence2, frames, granite4_vision, llava_onevision, paligemma, video_llama_3
+from polylens.models.families import (
+    florence2,
+    frames,
+    got_ocr2,
+    granite4_vision,
+    llava_onevision,
+    ovis2,
+    paligemma,
+    video_llama_3,
+)
 from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
 
 if TYPE_CHECKING:
