@@ -27,6 +27,7 @@ CONNECTOR_MARKS = (
     "model.projector.",
     "resampler_model",
     "head_linear",
+    "embed_vision",
 )
 """Parts of a module path that belong to the connector in one of the families."""
 TOWER_MARKS = ("visual", "vision_tower", "vision_encoder", "vision_model")

@@ -50,7 +50,7 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(model.get_input_embeddings().weight)}
     head = model.get_output_embeddings()
-    strong_norms = _GEMMA_STRONG_NORMS if model.config.model_type == "gemma3" else ()
+    strong_norms = _GEMMA_STRONG_NORMS if model.config.model_type.startswith("gemma") else ()
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
@@ -69,7 +69,7 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 _GEMMA_STRONG_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-"""Gemma 3 norms a layer's output before adding it; other families use the first name for another norm."""
+"""Gemma norms a layer's output before adding it; other families use the first name for another norm."""
 
 
 def _gain(name: str) -> float:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.families import idefics, pixtral
+from tests.families import gemma4, idefics, pixtral
 from tests.families.recipes import Family
 
+_GEMMA4_STOP = ("<eos>", "<turn|>")
 _IDEFICS_STOP = ("<end_of_utterance>",)
 _QWEN_STOP = ("<|im_end|>", "<|endoftext|>")
 
 PADDED: Mapping[str, Family] = {
+    "gemma4": Family(gemma4.gemma4_tokenizer, gemma4.gemma4_processor, gemma4.small, _GEMMA4_STOP, takes_videos=True),
+    "gemma4_large": Family(
+        gemma4.gemma4_tokenizer, gemma4.gemma4_processor, gemma4.large, _GEMMA4_STOP, takes_videos=True
+    ),
     "idefics2": Family(idefics.idefics2_tokenizer, idefics.idefics2_processor, idefics.idefics2, _IDEFICS_STOP),
     "idefics3": Family(idefics.idefics3_tokenizer, idefics.idefics3_processor, idefics.idefics3, _IDEFICS_STOP),
     "lighton_ocr": Family(pixtral.lighton_tokenizer, pixtral.lighton_ocr_processor, pixtral.lighton_ocr, _QWEN_STOP),
@@ -22,4 +27,4 @@ PADDED: Mapping[str, Family] = {
         idefics.smolvlm_tokenizer, idefics.smolvlm_processor, idefics.smolvlm, _IDEFICS_STOP, takes_videos=True
     ),
 }
-"""By `config.model_type`, but LLaVA's second tower."""
+"""By `config.model_type`; two families come in two kinds."""

@@ -119,3 +119,38 @@ SMOLVLM_TEMPLATE = """\
 {% elif line['type'] == 'image' %}{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}\
 {% endfor %}{% endif %}<end_of_utterance>
 {% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+GEMMA4_TURN_TOKENS = ("<|turn>", "<turn|>", "<|video|>")
+
+GEMMA4_NAMED = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+
+GEMMA4_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' -}}
+    {%- if message['content'] is string -%}
+        {{- message['content'] | trim -}}
+    {%- else -%}
+        {%- for item in message['content'] -%}
+            {%- if item['type'] == 'text' -%}
+                {{- item['text'] | trim -}}
+            {%- elif item['type'] == 'image' -%}
+                {{- '\\n\\n<|image|>\\n\\n' -}}
+            {%- elif item['type'] == 'video' -%}
+                {{- '\\n\\n<|video|>\\n\\n' -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<turn|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\\n' -}}
+{%- endif -%}
+"""

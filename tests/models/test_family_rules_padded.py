@@ -14,10 +14,13 @@ from polylens.models.probe import CONTRAST_FACTOR
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
 
+GEMMA4 = {r"embed_vision": RowRule.PATCHES, "": RowRule.TILES}
 TILED = {"": RowRule.TILES}
 PIXTRAL = {r"patch_conv$": RowRule.IMAGES, "": RowRule.PATCHES}
 
 RULES: Mapping[str, Mapping[str, RowRule]] = {
+    "gemma4": GEMMA4,
+    "gemma4_large": GEMMA4,
     "idefics2": TILED,
     "idefics3": TILED,
     "lighton_ocr": PIXTRAL,

@@ -71,7 +71,7 @@ class PagedExecutor:
             shares_pages=config.prefix_cache and not text.carries_state,
             state_bytes=state_bytes,
         )
-        self._two_way = loaded.notes.two_way
+        self._two_way = loaded.two_way
         self._vision = vision
         self._runner = Runner(text, kv, context)
         self._media: dict[str, _Media] = {}

@@ -135,14 +135,25 @@ def ragged_attention(
         raise InternalError("the text model was called without its ragged batch")
     _refuse_unsupported(kwargs, attention_mask)
     batch, layer = polylens_batch, int(module.layer_idx)  # type: ignore[arg-type]
-    batch.store.write(layer, batch.write_slots_t, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    source = _layer_of_keys(module, layer)
+    if source == layer:
+        batch.store.write(layer, batch.write_slots_t, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     reach = Reach.of(module, layer, sliding_window)
     for index, rows in enumerate(batch.sequences):
         q = query[:, :, rows.start : rows.stop]
-        attended = _attend(q, key, value, batch, index, layer, scaling, reach)
+        attended = _attend(q, key, value, batch, index, source, scaling, reach)
         out[:, rows.start : rows.stop] = attended.transpose(1, 2)
     return out, None
+
+
+def _layer_of_keys(module: torch.nn.Module, layer: int) -> int:
+    """The layer whose keys and values this one attends to: the last of its kind that has any of its own (Gemma)."""
+    if not getattr(module, "is_kv_shared_layer", False):
+        return layer
+    config: Any = module.config
+    kinds = config.layer_types
+    return max(i for i in range(len(kinds) - config.num_kv_shared_layers) if kinds[i] == kinds[layer])
 
 
 def _attend(

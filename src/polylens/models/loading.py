@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from polylens.errors import ModelLoadError
 from polylens.models.attention import ATTENTION_NAME, register_attention
 from polylens.models.components import model_layers, module_path, text_model
-from polylens.models.families import FamilyNotes, notes_for
+from polylens.models.families import FamilyNotes, TwoWay, notes_for
 from polylens.models.processing import Processing
 from polylens.models.recurrent import wrap_mixers
 from polylens.models.text_fit import why_hosted
@@ -67,6 +67,11 @@ class LoadedModel:
     @property
     def text_model(self) -> nn.Module:
         return text_model(self.model)
+
+    @property
+    def two_way(self) -> TwoWay:
+        """Which tokens of a prompt see later ones."""
+        return self.notes.two_way if self.notes.two_way_when(self.config.get_text_config()) else TwoWay.NONE
 
     @property
     def head(self) -> nn.Module:

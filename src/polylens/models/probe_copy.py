@@ -28,8 +28,15 @@ if TYPE_CHECKING:
 MAX_UNCUT_PARAMETERS = 20_000_000
 """Encoders up to this size are probed whole: a few dozen forwards of one take seconds on two cores."""
 
-_SMALL_TEXT = {"vocab_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1}
-_FEW_EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+_SMALL_TEXT = {
+    "vocab_size": 8,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+}
+_FEW_EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "top_k_experts": 1}
 _WEIGHT_GAIN = 1.2
 _NOISE_OF_VECTORS = 0.1
 

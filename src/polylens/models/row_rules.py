@@ -82,7 +82,7 @@ class ItemSize:
 
         (patches, d) is one tile of many patches; (tiles, 3, h, w) and (1, tiles, 3, h, w) are tiles, each
         counted as one patch, or by their area where they differ in it; (images, patches, d) is padded: images
-        count as tiles. Raises RowRuleError for any other shape.
+        count as tiles, real patches as patches. Raises RowRuleError for any other shape.
         """
         pixels = [t for name, t in item.tensors.items() if name.startswith(PIXEL_PREFIX)]
         if not pixels:
@@ -90,7 +90,7 @@ class ItemSize:
         if len(pixels) > 1:
             views = tuple(_layout(x.shape)[1] for x in pixels)
             return cls(sum(views), sum(views), item.num_tokens, views)
-        areas = _areas(item.tensors, pixels[0].shape)
+        areas = _areas(item.tensors, pixels[0].shape) or _unpadded(item.tensors, pixels[0].shape)
         patches, tiles = (sum(areas), len(areas)) if areas else _layout(pixels[0].shape)
         return cls(patches, tiles, item.num_tokens)
 
@@ -124,6 +124,18 @@ def _areas(tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> list[in
     padded = len(areas) == num_pictures and extents.amax(0).tolist() == [height, width]
     in_strip = num_pictures == 1 and sum(areas) * height == width
     return areas if padded or in_strip else []
+
+
+def _unpadded(tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> list[int]:
+    """Real patches of each picture in a pixel tensor (images, patches, d), if a mask or positions tell."""
+    if len(shape) != 3:
+        return []
+    for name, tensor in tensors.items():
+        if name.endswith("attention_mask") and tuple(tensor.shape) == tuple(shape[:2]):
+            return tensor.sum(-1).tolist()
+        if name.endswith("position_ids") and tuple(tensor.shape[:2]) == tuple(shape[:2]):
+            return (tensor != -1).any(-1).sum(-1).tolist()
+    return []
 
 
 def _layout(shape: Sequence[int]) -> tuple[int, int]:

@@ -31,12 +31,13 @@ class TextStep:
     """One step's input to the text model, for a family's `text_arguments`.
 
     text: the text model. config: the whole model's. token_ids_t: (t,), media tokens as they are in the prompt.
-    x_td: (t, d) embeddings with features in place.
+    embedded_ids_t: (t,), without those that features replace. x_td: (t, d) embeddings with features in place.
     """
 
     text: Any
     config: Any
     token_ids_t: torch.Tensor
+    embedded_ids_t: torch.Tensor
     x_td: torch.Tensor
     media: MediaRows | None
 
@@ -56,7 +57,12 @@ class TextRunner:
         self._text = loaded.text_model
         self._config = loaded.config
         self._head = loaded.head
+        self._softcap = getattr(loaded.config.get_text_config(), "final_logit_softcapping", None)
         self._embed = loaded.model.get_input_embeddings()
+        self._padding_id, self._placeholders_p = 0, None
+        if loaded.notes.media_embed_as_padding:
+            self._padding_id = loaded.config.get_text_config().pad_token_id
+            self._placeholders_p = _placeholders(loaded.config).to(loaded.device)
         self._arguments = loaded.notes.text_arguments or deepstack_arguments
         self.device = loaded.device
         self.two_way_in_windows_only = loaded.notes.two_way_in_windows_only
@@ -66,16 +72,20 @@ class TextRunner:
         """The state of a sequence of which nothing is computed (only for models that carry one)."""
         return CarriedState(self._text.config)
 
-    def embed(self, token_ids_t: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
-        """(t,) ids -> (t, d) embeddings, with the media rows replaced by their features.
+    def _ids_to_embed(self, token_ids_t: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
+        """Without those that features replace: a media token's own id may lie outside the vocabulary (Gemma 3)."""
+        ids_t = token_ids_t
+        if media is not None:
+            ids_t = ids_t.index_fill(0, media.rows_t.to(ids_t.device), self._padding_id)
+        if self._placeholders_p is not None:
+            ids_t = torch.where(torch.isin(ids_t, self._placeholders_p), self._padding_id, ids_t)
+        return ids_t
 
-        A media token's own id may lie outside the vocabulary (Gemma 3), so it is embedded as id 0 first.
-        """
+    def _with_features(self, x_td: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
+        """(t, d) embeddings with the media rows replaced by their features."""
         if media is None:
-            return self._embed(token_ids_t)
-        ids_t = token_ids_t.clone()
-        ids_t[media.rows_t] = 0
-        x_td = self._embed(ids_t).clone()
+            return x_td
+        x_td = x_td.clone()
         x_td[media.rows_t] = media.features_td.to(x_td.dtype)
         return x_td
 
@@ -83,19 +93,29 @@ class TextRunner:
         self, token_ids_t: torch.Tensor, positions: torch.Tensor, batch: RaggedBatch, media: MediaRows | None
     ) -> torch.Tensor:
         """(t,) ids -> (t, d) hidden states. positions: (3, t) or (1, t)."""
-        x_td = self.embed(token_ids_t, media)
+        ids_t = self._ids_to_embed(token_ids_t, media)
+        x_td = self._with_features(self._embed(ids_t), media)
         output = self._text(
             inputs_embeds=x_td[None],
             position_ids=positions[:, None] if positions.shape[0] > 1 else positions,
             use_cache=False,
             polylens_batch=batch,
-            **self._arguments(TextStep(self._text, self._config, token_ids_t, x_td, media)),
+            **self._arguments(TextStep(self._text, self._config, token_ids_t, ids_t, x_td, media)),
         )
         return output.last_hidden_state[0]
 
     def logits(self, hidden_sd: torch.Tensor) -> torch.Tensor:
         """(s, d) hidden states of the rows to sample from -> (s, vocab) float32 logits."""
-        return self._head(hidden_sd).float()
+        logits_sv = self._head(hidden_sd)
+        if self._softcap is not None:  # Gemma, whose model applies it after the head
+            logits_sv = torch.tanh(logits_sv / self._softcap) * self._softcap
+        return logits_sv.float()
+
+
+def _placeholders(config: Any) -> torch.Tensor:
+    """(p,) ids of all media tokens of a model's config, of kinds that are not served as well."""
+    ids = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
+    return torch.tensor([token_id for token_id in ids if token_id is not None])
 
 
 def deepstack_arguments(step: TextStep) -> dict[str, Any]:

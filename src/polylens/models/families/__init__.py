@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from polylens.models.families import (
     florence2,
     frames,
+    gemma4,
     got_ocr2,
     granite4_vision,
     llava_onevision,
@@ -30,6 +31,14 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "gemma3": FamilyNotes(
         matmul_parameters=("mm_input_projection_weight",),
         two_way=TwoWay.IMAGES,
+    ),
+    "gemma4": FamilyNotes(
+        two_way=TwoWay.IMAGES,
+        two_way_in_windows_only=True,
+        two_way_when=gemma4.sees_both_ways,
+        media_embed_as_padding=True,
+        text_arguments=gemma4.text_arguments,
+        processor=ProcessorNotes(dropped_inputs=("num_soft_tokens_per_image", "num_soft_tokens_per_video")),
     ),
     "glm46v": FamilyNotes(),
     "glm4v": FamilyNotes(),

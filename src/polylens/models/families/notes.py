@@ -66,6 +66,10 @@ def get_features(inner: Any, kind: MediaKind, batch: Mapping[str, Tensor]) -> An
 FEATURE_IDS = "feature_ids"
 
 
+def _always(_: Any) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class ProcessorNotes:
     """Facts about one family's processor.
@@ -98,9 +102,11 @@ class FamilyNotes:
     declared_rules: row rules by layer-name pattern, for layers the probe finds ambiguous; they are tested by the
     probe just the same.
     two_way, two_way_in_windows_only: see `TwoWay`; the latter where only sliding-window layers look both ways.
+    two_way_when: whether `two_way` holds for a text model's config.
     first_position: position of a prompt's first token, for families without `get_rope_index`.
     collate, encode, read_features: how items become an encoder batch and its output their features; None: the
     defaults of `encoder`.
+    media_embed_as_padding: whether media tokens without features, which a model may generate, count as padding.
     text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
     processor: see `ProcessorNotes`.
     """
@@ -109,9 +115,11 @@ class FamilyNotes:
     declared_rules: Mapping[str, str] = field(default_factory=dict)
     two_way: TwoWay = TwoWay.NONE
     two_way_in_windows_only: bool = False
+    two_way_when: Callable[[Any], bool] = _always
     first_position: int = 0
     collate: Collate = pad_and_concat
     encode: Encode = get_features
     read_features: ReadFeatures | None = None
+    media_embed_as_padding: bool = False
     text_arguments: TextArguments | None = None
     processor: ProcessorNotes = ProcessorNotes()
