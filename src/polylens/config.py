@@ -44,6 +44,10 @@ NUM_SAMPLED_FRAMES = 8
 PROCESSED_ITEMS_BYTES = 256 * MIB
 """Processed pictures and videos kept for requests that repeat them (pixels as the encoder takes them)."""
 
+TEMPLATE_LIMIT_S = 5.0
+"""Longest rendering of a chat template that came with an adapter: a real one takes milliseconds, a broken or hostile
+one may loop for ever and would keep its worker."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -76,6 +80,10 @@ class EngineConfig:
     max_encoder_rows: int = 16384
     """Input rows (patches, or tile tokens) of one encoder batch; a larger item runs alone."""
     prefix_cache: bool = True
+    adapter_processors: bool = True
+    """Use the processor settings in an adapter's folder (pixel limits) for its requests."""
+    adapter_templates: bool = True
+    """Use the chat template and the tokenizer in an adapter's folder for its requests."""
     show_progress: bool = False
 
     def __post_init__(self) -> None:

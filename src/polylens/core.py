@@ -201,9 +201,23 @@ class Digests:
     whole: str
 
 
+@dataclass(frozen=True)
+class ProcessingFiles:
+    """What an adapter's folder says about how its requests become tokens and pixels.
+
+    settings: JSON objects by file name (`preprocessor_config.json`, …). tokenizer: contents by file name.
+    template: the chat template. digest: a hash of all that (hex, 256 bit).
+    """
+
+    settings: Mapping[str, Mapping[str, Any]]
+    tokenizer: Mapping[str, bytes]
+    template: str | None
+    digest: str
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A loaded adapter: immutable, compared by identity, addressed by content through `digests`."""
+    """A loaded adapter: immutable, compared by identity, addressed by content through `content`."""
 
     name: str
     source: str
@@ -212,6 +226,15 @@ class Adapter:
     num_bytes: int
     special: bool = False
     """Whether any of `deltas` is more than plain factors of a linear layer."""
+    processing: Any = None
+    """The `models.processing.Processing` of its requests where its folder brings one; None: the base model's."""
+    processing_digest: str = ""
+    """Hash of the files that `processing` was made of; "" where it is the base model's."""
+
+    @property
+    def content(self) -> tuple[Digests, str]:
+        """Equal for adapters that do the same to every request."""
+        return self.digests, self.processing_digest
 
     @property
     def vision_digest(self) -> str:

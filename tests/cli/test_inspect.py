@@ -11,7 +11,7 @@ from tests.cli.process import assert_refused, polylens
 
 KEYS = {
     "path", "loads", "options", "num_tensors", "num_parameters", "dtypes", "ranks", "model_type", "components",
-    "digests", "layers", "refused", "problems", "warnings",
+    "digests", "layers", "processing_files", "refused", "problems", "warnings",
 }  # fmt: skip
 
 

@@ -57,6 +57,20 @@ def test_without_use_and_json_the_base_s_text_is_printed(shop: Shop, expected: d
     assert done.stdout == expected["base"].text + "\n"
 
 
+def test_what_an_adapter_s_folder_brings_is_told_and_can_be_turned_off(shop: Shop, expected: dict[str, Completion]):
+    folder = Path(shutil.copytree(shop.eyes, shop.folder / "own"))
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    arguments = ["--adapter", f"own={folder}", "--use", "own", "--image", shop.image, "--json"]
+    done = run(shop, *arguments)
+    first, second = done.stderr.splitlines()
+    assert first == "polylens: adapter 'own' has its own chat template"
+    assert second == "polylens: error: this model's chat template takes text only, no pictures or videos"
+    done = run(shop, *arguments, "--no-adapter-template")
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["token_ids"] == list(expected["eyes"].token_ids)
+    assert "processor   chat_template.jinja" in polylens("inspect", folder).stdout
+
+
 def broken_picture(shop: Shop, kind: str) -> Path:
     file = shop.folder / f"{kind}.png"
     content = shop.image.read_bytes()

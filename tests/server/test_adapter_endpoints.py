@@ -217,3 +217,19 @@ def test_a_pickle_put_in_place_later_is_not_read(server: Local, shop: Shop, engi
     assert "pickle" in answer.json()["error"]["message"]
     unload(server, "swapped")
     server.settle()
+
+
+def test_a_template_in_the_folder_is_used_and_told(server: Local, shop: Shop):
+    folder = Path(shutil.copytree(shop.spare, shop.folder / "adapters" / "own"))
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    report = load(server, "own", "own")["report"]
+    assert report["processing"] == ["chat template"]
+    body = {"model": "own", "messages": [{"role": "user", "content": "what is"}], "return_token_strs": True}
+    told = server.http.post("/tokenize", json=body).json()
+    assert told["tokens"] == server.http.post("/tokenize", json={"prompt": "what is"}).json()["tokens"]
+    answer = server.http.post(CHAT, json={"model": "own", "messages": body["messages"], "logprobs": True})
+    assert answer.json()["usage"]["prompt_tokens"] == told["count"]
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__ }}")
+    error = load(server, "own", "own", 400, load_inplace=True)["error"]
+    assert "__class__" in error["message"]
+    unload(server, "own")

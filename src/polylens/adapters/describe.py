@@ -10,7 +10,8 @@ from polylens.adapters.fit import Fit, fit_adapter
 from polylens.adapters.load import component_reports
 from polylens.adapters.options import Refusal, parse_options, refusals
 from polylens.adapters.pairs import pair_tensors
-from polylens.adapters.read import find_adapter, foreign_weights, read_config, read_tensors
+from polylens.adapters.processing_files import read_processing_files
+from polylens.adapters.read import PROCESSING_FILES, find_adapter, foreign_weights, read_config, read_tensors
 from polylens.errors import AdapterFormatError
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class AdapterDescription:
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     loads: bool | None
+    processing_files: tuple[str, ...] = ()
+    """Files beside the adapter of how conversations become tokens and pixels; some may say what the model's say."""
     model_type: str | None = None
     components: Mapping[Component, ComponentReport] | None = None
     digests: Digests | None = None
@@ -77,6 +80,7 @@ class AdapterDescription:
             "num_parameters": self.num_parameters,
             "dtypes": list(self.dtypes),
             "ranks": list(self.ranks),
+            "processing_files": list(self.processing_files),
             "model_type": self.model_type,
             "components": unknown
             if self.components is None
@@ -103,7 +107,7 @@ def describe_adapter(path: str | Path, layers: ModelLayers | None = None) -> Ada
     fit = fit_adapter(tensors, options, layers) if options is not None and layers is not None else None
     paired = pair_tensors(tensors)
     refused += paired.unsupported if fit is None else fit.unsupported
-    problems = wrong + (paired.problems if fit is None else fit.problems)
+    problems = wrong + _unreadable(folder) + (paired.problems if fit is None else fit.problems)
     sound = not refused and not problems
     return AdapterDescription(
         path=str(path),
@@ -120,10 +124,19 @@ def describe_adapter(path: str | Path, layers: ModelLayers | None = None) -> Ada
         problems=problems,
         warnings=() if fit is None else fit.warnings,
         loads=None if fit is None and sound else sound,
+        processing_files=tuple(name for name in PROCESSING_FILES if (folder / name).exists()),
         model_type=None if layers is None else layers.model_type,
         components=None if fit is None else component_reports(fit.layers),
         digests=digest_fits(fit.layers) if fit is not None and sound and not _has_whole(fit) else None,
     )
+
+
+def _unreadable(folder: Path) -> tuple[str, ...]:
+    try:
+        read_processing_files(folder)
+    except AdapterFormatError as error:
+        return (str(error),)
+    return ()
 
 
 def _has_whole(fit: Fit) -> bool:

@@ -53,6 +53,7 @@ class LoadReport:
 
     changed: False if the name already held the same content. no_effect: layers that the model never uses
     for its output, so their deltas do nothing. warnings: odd, but of no effect on what is applied.
+    processing: what of tokenizer, chat template and picture settings its folder has of its own.
     num_copies: tensors of the file that are the base model's own or repeat others, and, on a text model alone, those
     of a vision part: nothing is to be done for them.
     """
@@ -66,6 +67,7 @@ class LoadReport:
     warnings: tuple[str, ...] = ()
     changed: bool = True
     num_copies: int = 0
+    processing: tuple[str, ...] = ()
 
     @property
     def num_tensors(self) -> int:

@@ -38,6 +38,19 @@ FOREIGN_WEIGHT_FILES = (
 )
 """Weights that trainers put beside the adapter: without them the adapter is not what was trained."""
 
+SETTINGS_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Settings of the processor and its image and video parts; the first may hold a chat template too."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+OLD_VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.model")
+"""Vocabularies of tokenizers that were saved without their fast form."""
+
+TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")
+"""In the order in which transformers prefers them."""
+
+PROCESSING_FILES = (*SETTINGS_FILES, *TOKENIZER_FILES, *OLD_VOCABULARY_FILES, *TEMPLATE_FILES)
+"""What trainers save beside the adapter of how a conversation becomes tokens and pixels."""
+
 MAX_CONFIG_BYTES = 4 << 20
 """Largest adapter_config.json read: a config that lists every layer of a big model has some 100 KB."""
 
@@ -112,7 +125,8 @@ def _inner_adapters(folder: Path) -> list[Path]:
 
 
 def _fetch(hub_id: str) -> Path:
-    wanted = [CONFIG_FILE, SAFETENSORS_FILE, INDEX_FILE, "adapter_model-*.safetensors", BIN_FILE, *FOREIGN_WEIGHT_FILES]
+    weights = [SAFETENSORS_FILE, INDEX_FILE, "adapter_model-*.safetensors", BIN_FILE, *FOREIGN_WEIGHT_FILES]
+    wanted = [CONFIG_FILE, *weights, *PROCESSING_FILES]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -133,18 +147,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object of at most MAX_CONFIG_BYTES, no key twice. Raises AdapterFormatError."""
     try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_CONFIG_BYTES + 1)
-        if len(raw) > MAX_CONFIG_BYTES:
-            raise AdapterFormatError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except OSError as error:
-        raise AdapterFormatError(f"{file} cannot be read: {error.strerror}") from error
+        content = json.loads(read_bytes(file, MAX_CONFIG_BYTES).decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise AdapterFormatError(f"{file} is not valid JSON: {_first_line(error)}") from error
     if not isinstance(content, dict):
         raise AdapterFormatError(f"{file} must hold a JSON object, not a {type(content).__name__}")
     return content
+
+
+def read_bytes(file: Path, limit: int) -> bytes:
+    """A file's content, of at most `limit` bytes. Raises AdapterFormatError."""
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(limit + 1)
+    except OSError as error:
+        raise AdapterFormatError(f"{file} cannot be read: {error.strerror}") from error
+    if len(raw) > limit:
+        raise AdapterFormatError(f"{file} is larger than {limit} bytes")
+    return raw
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from polylens.cli.options import (
     MaxModelLenOption,
     ModelArgument,
     ModelOptions,
+    NoAdapterProcessorOption,
+    NoAdapterTemplateOption,
     TrustOption,
     open_llm,
     parse_adapters,
@@ -49,6 +51,8 @@ def batch(
     max_model_len: MaxModelLenOption = None,
     kv_bytes: KvBytesOption = None,
     trust_remote_code: TrustOption = False,
+    no_adapter_processor: NoAdapterProcessorOption = False,
+    no_adapter_template: NoAdapterTemplateOption = False,
 ) -> None:
     """Answer a file of requests in the OpenAI batch format, all adapters mixed in one batch.
 
@@ -63,7 +67,16 @@ def batch(
     from polylens.cli.batch_run import answer_lines
     from polylens.engine.progress import progress_bar
 
-    options = ModelOptions(model, dtype, device, max_model_len, kv_bytes, trust_remote_code)
+    options = ModelOptions(
+        model,
+        dtype,
+        device,
+        max_model_len,
+        kv_bytes,
+        trust_remote_code,
+        adapter_processors=not no_adapter_processor,
+        adapter_templates=not no_adapter_template,
+    )
     adapters = parse_adapters(adapter)
     _check_output(input_file, output_file)
     lines = read_lines(input_file)
@@ -80,7 +93,8 @@ def batch(
 
 def _made_by(options: ModelOptions, llm: LLM) -> dict[str, Any]:
     """What the answers depend on beside the lines: a journal of other answers is not gone on from."""
-    digests = {name: llm.registry.get(name).digests.whole for name in llm.adapters}
+    contents = {name: llm.registry.get(name).content for name in llm.adapters}
+    digests = {name: f"{digests.whole} {processing}" for name, (digests, processing) in contents.items()}
     return {"model": options.model, "dtype": str(llm.loaded.dtype), "adapters": digests}
 
 

@@ -90,4 +90,4 @@ class _Run:
         asked = await self._intake.read(body)
         async with aborting(asked.submit(self._thread, allow_paths=True)) as handles:
             completions = await asyncio.gather(*(handle.completion() for handle in handles))
-        return asked.answer.whole(completions, len(asked.requests))
+        return asked.answer_of(handles).whole(completions, len(asked.requests))

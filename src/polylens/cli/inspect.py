@@ -56,6 +56,8 @@ def _lines(described: AdapterDescription) -> Iterator[str]:
     yield f"layers      {len(described.layers)}, ranks {_joined(described.ranks)}"
     if described.options is not None:
         yield from _option_lines(described)
+    if described.processing_files:
+        yield f"processor   {', '.join(described.processing_files)}"
     if described.components is not None:
         yield f"model       {described.model_type}"
         for component, part in described.components.items():

@@ -71,6 +71,14 @@ KvBytesOption = Annotated[
         help="Memory for the KV cache; see `polylens plan`.",
     ),
 ]
+NoAdapterProcessorOption = Annotated[
+    bool,
+    typer.Option("--no-adapter-processor", help="Do not use picture and video settings saved in adapters' folders."),
+]
+NoAdapterTemplateOption = Annotated[
+    bool,
+    typer.Option("--no-adapter-template", help="Do not use chat templates and tokenizers saved in adapters' folders."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -136,10 +144,15 @@ class ModelOptions:
     max_model_len: int | None = None
     kv_bytes: int | None = None
     trust_remote_code: bool = False
+    adapter_processors: bool = True
+    adapter_templates: bool = True
 
 
 def open_llm(options: ModelOptions, adapters: dict[str, str]) -> LLM:
-    """Load the model and its adapters. Progress is shown where a person looks on."""
+    """Load the model and its adapters. Progress is shown where a person looks on.
+
+    What the adapters' folders change of the processing is told on standard error.
+    """
     from polylens import LLM
     from polylens.config import EngineConfig
 
@@ -150,8 +163,14 @@ def open_llm(options: ModelOptions, adapters: dict[str, str]) -> LLM:
         kv_bytes=options.kv_bytes,
         trust_remote_code=options.trust_remote_code,
         show_progress=sys.stderr.isatty(),
+        adapter_processors=options.adapter_processors,
+        adapter_templates=options.adapter_templates,
     )
-    return LLM(options.model, adapters=adapters, config=config)
+    llm = LLM(options.model, adapters=adapters, config=config)
+    for name in adapters:
+        if brought := llm.registry.report(name).processing:
+            print(f"polylens: adapter {name!r} has its own {', '.join(brought)}", file=sys.stderr)
+    return llm
 
 
 def read_text_file(path: Path, what: str) -> str:

@@ -17,6 +17,8 @@ from polylens.cli.options import (
     MaxModelLenOption,
     ModelArgument,
     ModelOptions,
+    NoAdapterProcessorOption,
+    NoAdapterTemplateOption,
     TrustOption,
     check_use,
     open_llm,
@@ -82,6 +84,8 @@ def run(
     max_model_len: MaxModelLenOption = None,
     kv_bytes: KvBytesOption = None,
     trust_remote_code: TrustOption = False,
+    no_adapter_processor: NoAdapterProcessorOption = False,
+    no_adapter_template: NoAdapterTemplateOption = False,
 ) -> None:
     """Answer one prompt about pictures or videos, with one of the adapters or with the base model.
 
@@ -89,7 +93,16 @@ def run(
 
     Prints the answer's text only; with --json an object with text, token_ids, finish_reason and usage.
     """
-    options = ModelOptions(model, dtype, device, max_model_len, kv_bytes, trust_remote_code)
+    options = ModelOptions(
+        model,
+        dtype,
+        device,
+        max_model_len,
+        kv_bytes,
+        trust_remote_code,
+        adapter_processors=not no_adapter_processor,
+        adapter_templates=not no_adapter_template,
+    )
     adapters = parse_adapters(adapter)
     chosen = check_use(use, adapters)
     given = {

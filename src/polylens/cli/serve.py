@@ -121,6 +121,8 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_running=arguments.max_num_seqs,
         max_step_tokens=arguments.max_num_batched_tokens,
         prefix_cache=not arguments.no_prefix_caching,
+        adapter_processors=not arguments.no_adapter_processor,
+        adapter_templates=not arguments.no_adapter_template,
         show_progress=sys.stderr.isatty(),
     )
 

@@ -112,6 +112,11 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
                 "KIND=NAME",
                 many=True,
             ),
+            Flag(
+                "no-adapter-processor",
+                "Do not use picture and video settings saved in adapters' folders.",
+            ),
+            Flag("no-adapter-template", "Do not use chat templates and tokenizers saved in adapters' folders."),
             Flag("enable-adapter-loading", "Allow POST /v1/load_lora_adapter and /v1/unload_lora_adapter."),
             Flag("adapter-root", "Folder below which adapters loaded over HTTP must lie.", "DIR"),
             Flag("allow-hub", "Adapters loaded over HTTP may be hub ids."),

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from polylens.adapters.combine import Combination
 from polylens.adapters.load import load_adapter
+from polylens.adapters.processing_files import read_processing_files
 from polylens.adapters.read import find_adapter, refuse_pickle
-from polylens.errors import InternalError
+from polylens.core import LayerKind, Replacement, TokenRows
+from polylens.errors import AdapterError, InternalError
 from polylens.lora.arena import pack
+from polylens.models.adapter_processing import AdapterProcessings, differences
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    import torch
-
     from polylens.adapters.load import AdapterPath, LoadReport
-    from polylens.core import Adapter, Change, ModelLayers
+    from polylens.config import EngineConfig
+    from polylens.core import Adapter, Change, ModelLayers, ProcessingFiles
+    from polylens.models.loading import LoadedModel
+    from polylens.models.processing import Processing
 
 
 class AdapterFiles:
     """Reads adapters for one model and copies them to its device. Thread-safe.
 
-    pickles: whether weights in a pickle (`adapter_model.bin`) are read; if not, they are refused at every reading.
+    It also finds out how their requests are processed. `config.read_pickles`: whether weights in a pickle
+    (`adapter_model.bin`) are read; if not, they are refused at every reading.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, pickles: bool = True) -> None:
-        self._pickles = pickles
-        self._dtype = dtype
-        self._device = device
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self._loaded = loaded
+        self._pickles = config.read_pickles
+        self._dtype = loaded.dtype
+        self._device = loaded.device
+        self._settings, self._templates = config.adapter_processors, config.adapter_templates
+        self._processings = AdapterProcessings(loaded.processing, loaded.config, loaded.model.generation_config)
         self._lock = threading.Lock()
         self._described: tuple[ModelLayers, frozenset[str]] | None = None
 
@@ -52,8 +62,44 @@ class AdapterFiles:
         if not self._pickles:
             for part in path.parts if isinstance(path, Combination) else ((path, 1.0),):
                 refuse_pickle(find_adapter(part[0]))
-        return load_adapter(path, layers, name=name, dtype=self._dtype, device="cpu", no_effect=no_effect, pack=pack)
+        files = read_processing_files(path, settings=self._settings, templates=self._templates)
+        adapter, report = load_adapter(
+            path, layers, name=name, dtype=self._dtype, device="cpu", no_effect=no_effect, pack=pack
+        )
+        num_rows = self._loaded.model.get_input_embeddings().get_parameter("weight").shape[0]
+        processing = self._processing(files, path, _embedding_rows(adapter, layers, num_rows))
+        if processing is self._loaded.processing:
+            return adapter, report
+        brought = differences(self._loaded.processing, processing)
+        adapter = replace(adapter, processing=processing, processing_digest=files.digest)
+        return adapter, replace(report, processing=brought)
+
+    def processing(self, path: AdapterPath) -> Processing:
+        """The processing of the adapter's requests, without reading its tensors. Raises AdapterError."""
+        files = read_processing_files(path, settings=self._settings, templates=self._templates)
+        return self._processing(files, path, sys.maxsize)
+
+    def _processing(self, files: ProcessingFiles, path: AdapterPath, num_rows: int) -> Processing:
+        try:
+            return self._processings.of(files, num_rows)
+        except AdapterError as error:
+            # The switches are told where they help, and the files themselves may be the ones to mend.
+            raise type(error)(f"adapter {str(path)!r}: {error}{_ADVICE}") from error
 
     def place(self, deltas: Mapping[str, Change]) -> Mapping[str, Change]:
         """The changes on the device; the same ones where that is the CPU."""
         return deltas if self.on_cpu else pack(deltas, self._device)[1]
+
+
+_ADVICE = "; mend or remove these files, or turn them off (adapter_templates, adapter_processors)"
+
+
+def _embedding_rows(adapter: Adapter, layers: ModelLayers, num_rows: int) -> int:
+    """Rows of the token embedding, of which the model has `num_rows`, with those that the adapter brings."""
+    embeddings = [spec.name for spec in layers.specs.values() if spec.kind is LayerKind.EMBEDDING]
+    for change in (adapter.deltas[name] for name in embeddings if name in adapter.deltas):
+        if isinstance(change, Replacement) and change.weight is not None:
+            num_rows = max(num_rows, change.weight.shape[0])
+        if isinstance(change, TokenRows):
+            num_rows = max(num_rows, max(change.token_ids) + 1)
+    return num_rows

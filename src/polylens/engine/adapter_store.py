@@ -158,7 +158,7 @@ class AdapterStore:
         self._check_fits(entry)
         with self._lock:
             old = self._entries.get(name)
-            same = old is not None and old.adapter is not None and old.adapter.digests == entry.adapter.digests  # type: ignore[union-attr]
+            same = old is not None and old.adapter is not None and old.adapter.content == entry.adapter.content  # type: ignore[union-attr]
             if old is not None and not same and not replace and (old.adapter is not None or old.path != path):
                 raise AdapterConflictError(
                     f"adapter {name!r} is loaded with other content (from {str(old.path)!r}); "

@@ -96,7 +96,7 @@ class Entry:
         """Keep what reading the files gave. AdapterFormatError if they have changed since the first time."""
         if self.adapter is None:
             self.adapter, self.report = replace(adapter, deltas=TieredDeltas(tuple(adapter.deltas))), report
-        elif self.adapter.digests != adapter.digests:
+        elif self.adapter.content != adapter.content:
             raise AdapterFormatError(
                 f"the files of adapter {self.name!r} have changed since it was loaded; load it again with replace"
             )

@@ -12,18 +12,16 @@ import torch
 from polylens.core import Completion, CompletionDelta, Component, FinishReason, LayerKind, Usage
 from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.adapter_store import AdapterStore
-from polylens.engine.constraints import Constraints
 from polylens.engine.host import HostExecutor
 from polylens.engine.logit_rules import LogitRules
 from polylens.engine.measure import make_plan
 from polylens.engine.paged import PagedExecutor
 from polylens.engine.pages import PageAllocator
 from polylens.engine.prefix_cache import PrefixCache
-from polylens.engine.prepare import PreparedRequest, prepare_request
+from polylens.engine.prepare import PreparedRequest, RequestToolbox, prepare_request
 from polylens.engine.sampler import Sampled, Sampler, make_generator
 from polylens.engine.scheduler import Scheduler, StepPlan
 from polylens.engine.sequence import Sequence
-from polylens.engine.stopping import OutputRules
 from polylens.engine.vision import VisionCache, VisionStage, encoder_rows
 from polylens.errors import InternalError, PolylensError, RequestError
 from polylens.lora.context import RoutingContext
@@ -80,7 +78,7 @@ class Engine:
         self.context = RoutingContext(head_layer=loaded.head_name)
         """Whose rows the layers compute, in the forward that runs now."""
         self.plan = make_plan(loaded, self.context, config)
-        self._adapter_files = AdapterFiles(loaded.dtype, loaded.device, pickles=config.read_pickles)
+        self._adapter_files = AdapterFiles(loaded, config)
         self.registry = AdapterStore(
             self._adapter_files.read,
             self._adapter_files.place,
@@ -116,10 +114,7 @@ class Engine:
         self._wrapped: WrappedLayers | None = None
         self.probe: ProbeResult | None = None
         self._sampler = Sampler()
-        self._constraints = Constraints(
-            loaded.processing.tokenizer, loaded.vocab_size, loaded.processing.stop_token_ids
-        )
-        self._rules = OutputRules(loaded.processing.tokenizer, loaded.processing.stop_token_ids)
+        self._toolbox = RequestToolbox(loaded)
 
     @property
     def max_model_len(self) -> int:
@@ -182,18 +177,18 @@ class Engine:
         lease = self.registry.lease(request.adapter)
         try:
             lease.read()
-            return self.enqueue(self.prepare(request), lease)
+            return self.enqueue(self.prepare(request, adapter=lease.adapter), lease)
         except BaseException:
             lease.release()
             raise
 
-    def prepare(self, request: Request, *, allow_paths: bool = True) -> PreparedRequest:
+    def prepare(self, request: Request, *, adapter: Adapter | None, allow_paths: bool = True) -> PreparedRequest:
         """The slow part of adding a request, done before it meets the engine's state: any thread may call this.
 
-        allow_paths: whether media may name local files. Raises RequestError.
+        adapter: the one it will be queued with. allow_paths: whether media may name local files. Raises RequestError.
         """
         prepared = prepare_request(
-            self.loaded, self._constraints, request, max_model_len=self.max_model_len, allow_paths=allow_paths
+            self.loaded, self._toolbox, request, adapter, max_model_len=self.max_model_len, allow_paths=allow_paths
         )
         self._check_item_sizes(prepared.prompt)
         return prepared
@@ -235,7 +230,7 @@ class Engine:
         )
         self.scheduler.add(seq)
         self._executor.start(seq, prepared.prompt)
-        self._requests[request_id] = _Request(prepared.request, seq, self._rules.start(prepared.sampling))
+        self._requests[request_id] = _Request(prepared.request, seq, prepared.rules.start(prepared.sampling))
         return request_id
 
     def has_unfinished(self) -> bool:

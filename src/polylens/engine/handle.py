@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from polylens.core import Request
     from polylens.engine.adapter_store import StoreLease
+    from polylens.models.processing import Processing
 
 
 @dataclass
@@ -64,6 +65,8 @@ class RequestHandle:
         self.times = times
         self.prompt_tokens: int | None = None
         """Tokens of the prompt, once `queued` has returned."""
+        self.processing: Processing | None = None
+        """How its tokens are to be read, from the same moment."""
         self.lease = lease
         self.deadline = deadline
         self.loop = asyncio.get_running_loop()
@@ -88,6 +91,12 @@ class RequestHandle:
             if delta.completion is not None:
                 return delta.completion
         raise InternalError(f"{self.request_id}: its answer has been read already")
+
+    def token_text(self, token_id: int) -> str:
+        """One token of the answer as text, for log probabilities."""
+        if self.processing is None:
+            raise InternalError(f"{self.request_id}: asked for its tokens' text before it was prepared")
+        return str(self.processing.tokenizer.decode([token_id]))
 
     def abort(self) -> None:
         """End the request; what it holds is free within one step. Nothing happens if it has ended already."""

@@ -11,6 +11,7 @@ from polylens.adapters.combine import Combination
 from polylens.config import EngineConfig
 from polylens.core import ChatRequest, Completion, Request, SamplingParams, TextRequest
 from polylens.engine.engine import Engine, StepOutput
+from polylens.engine.prepare import processing_of
 from polylens.engine.progress import progress_bar
 from polylens.errors import AbortedError, AdapterError, PolylensError, RequestError, ShuttingDownError
 from polylens.models.loading import LoadedModel, load_model
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from polylens.adapters.load import LoadReport
     from polylens.core import CompletionDelta
     from polylens.engine.adapter_store import AdapterStore, Unloaded
+    from polylens.models.processing import Processing
 
 
 class LLM:
@@ -120,6 +122,13 @@ class LLM:
         self._unloading = [unloaded for unloaded in self._unloading if unloaded not in ended]
         freed = sum(unloaded.released.result() for unloaded in ended)
         return freed + sum(self.engine.forget_adapter(one.adapter) for one in ended if one.adapter is not None)
+
+    def processing(self, adapter: str | None = None) -> Processing:
+        """How requests of `adapter` (None: the base model) become tokens and pixels.
+
+        Raises UnknownAdapterError, AdapterError.
+        """
+        return processing_of(self.loaded, None if adapter is None else self.registry.get(adapter))
 
     def chat(
         self,

@@ -27,6 +27,7 @@ from polylens.adapters.pairs import PEFT_PREFIX, pair_tensors
 from polylens.adapters.read import CONFIG_FILE, SAFETENSORS_FILE, find_adapter, read_adapter, read_config
 from polylens.config import EngineConfig
 from polylens.core import BARE_KINDS, LayerKind
+from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.llm import LLM
 from polylens.errors import AdapterMismatchError
 from polylens.models.components import module_path
@@ -56,6 +57,8 @@ def merged_llm(
 ) -> LLM:
     """An `LLM` without adapters over `model` with `adapter` merged into its weights (None: the base model).
 
+    Its requests are processed as the adapter's are.
+
     reference: who merges; None chooses `default_reference`. config, overrides: as for `LLM`, but float32
     unless they say otherwise, as equality is defined in float32.
     Raises what loading the model or the adapter raises.
@@ -65,6 +68,7 @@ def merged_llm(
     if adapter is not None:
         merge = _merge_with_peft if (reference or default_reference()) == "peft" else _merge_ourselves
         merge(loaded, adapter)
+        loaded = dataclasses.replace(loaded, processing=AdapterFiles(loaded, config).processing(adapter))
     return LLM.from_loaded(loaded, config=config)
 
 

@@ -6,32 +6,71 @@ It touches nothing of the engine's state, so a server does it in worker threads 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from polylens.core import TextRequest
+from polylens.engine.constraints import Constraints
 from polylens.engine.logit_rules import check_logit_bias
+from polylens.engine.stopping import OutputRules
 from polylens.errors import PromptTooLongError, RequestError
 from polylens.models.positions import prompt_positions
 
 if TYPE_CHECKING:
     import torch
 
-    from polylens.core import Request, SamplingParams
-    from polylens.engine.constraints import Constraints, ConstraintState
+    from polylens.core import Adapter, Request, SamplingParams
+    from polylens.engine.constraints import ConstraintState
     from polylens.models.loading import LoadedModel
-    from polylens.models.processing import PreparedPrompt
+    from polylens.models.processing import PreparedPrompt, Processing
+
+
+@dataclass(frozen=True, eq=False)
+class RequestTools:
+    """What all requests with one tokenizer share."""
+
+    constraints: Constraints
+    rules: OutputRules
+
+
+class RequestToolbox:
+    """The tools of a model's own tokenizer, and of those that adapters bring while they are there. Thread-safe."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._vocab_size = loaded.vocab_size
+        self._base = loaded.processing
+        self._base_tools = self._make(loaded.processing)
+        self._lock = threading.Lock()
+        self._others: WeakKeyDictionary[Processing, RequestTools] = WeakKeyDictionary()
+
+    def of(self, processing: Processing) -> RequestTools:
+        if processing.tokenizer is self._base.tokenizer:
+            return self._base_tools
+        with self._lock:
+            tools = self._others.get(processing)
+            if tools is None:
+                tools = self._others[processing] = self._make(processing)
+            return tools
+
+    def _make(self, processing: Processing) -> RequestTools:
+        tokenizer, stop_ids = processing.tokenizer, processing.stop_token_ids
+        return RequestTools(Constraints(tokenizer, self._vocab_size, stop_ids), OutputRules(tokenizer, stop_ids))
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRequest:
-    """A request ready to be queued; it depends on no adapter.
+    """A request ready to be queued. Of its adapter it depends on the processing only.
 
-    sampling: the request's own, `max_tokens` cut to what the context leaves. positions, position_delta: as
-    `prompt_positions` makes them; none where transformers generates, which makes its own.
+    processing, rules: how its tokens were made and how its answer's are read. sampling: the request's own,
+    `max_tokens` cut to what the context leaves. positions, position_delta: as `prompt_positions` makes them; none
+    where transformers generates, which makes its own.
     """
 
     request: Request
+    processing: Processing
+    rules: OutputRules
     prompt: PreparedPrompt
     sampling: SamplingParams
     positions: torch.Tensor | None = None
@@ -47,34 +86,43 @@ class PreparedRequest:
 
 def prepare_request(
     loaded: LoadedModel,
-    constraints: Constraints,
+    toolbox: RequestToolbox,
     request: Request,
+    adapter: Adapter | None,
     *,
     max_model_len: int,
     allow_paths: bool = True,
 ) -> PreparedRequest:
-    """Prepare `request` for the model. Raises RequestError (MediaError, PromptTooLongError). Thread-safe.
+    """Prepare `request`, to be answered with `adapter` (None: the base model), for the model. Thread-safe.
 
-    max_model_len: most tokens of prompt plus answer.
+    max_model_len: most tokens of prompt plus answer. Raises RequestError (MediaError, PromptTooLongError).
     """
+    processing = processing_of(loaded, adapter)
+    tools = toolbox.of(processing)
     sampling = request.sampling
     check_logit_bias(sampling, loaded.vocab_size)
-    constraint = constraints.start(sampling.constraint) if sampling.constraint is not None else None
-    prompt = _prompt(loaded, request, allow_paths)
+    constraint = tools.constraints.start(sampling.constraint) if sampling.constraint is not None else None
+    prompt = _prompt(processing, request, allow_paths)
     sampling = _within_context(request, len(prompt.token_ids), max_model_len)
     if loaded.is_hosted:
-        return PreparedRequest(request, prompt, sampling, constraint=constraint)
+        return PreparedRequest(request, processing, tools.rules, prompt, sampling, constraint=constraint)
     positions, delta = prompt_positions(loaded.inner, prompt, loaded.notes.first_position)
-    return PreparedRequest(request, prompt, sampling, positions, delta, constraint)
+    return PreparedRequest(request, processing, tools.rules, prompt, sampling, positions, delta, constraint)
 
 
-def _prompt(loaded: LoadedModel, request: Request, allow_paths: bool) -> PreparedPrompt:
+def processing_of(loaded: LoadedModel, adapter: Adapter | None) -> Processing:
+    """How requests of `adapter` become tokens and pixels: as its folder says, or as the model's own files do."""
+    own: Processing | None = None if adapter is None else adapter.processing
+    return loaded.processing if own is None else own
+
+
+def _prompt(processing: Processing, request: Request, allow_paths: bool) -> PreparedPrompt:
     if isinstance(request, TextRequest):
-        prompt = loaded.processing.prepare_text(request.prompt)
+        prompt = processing.prepare_text(request.prompt)
         if not prompt.token_ids:
             raise RequestError("the prompt is empty: there is nothing to go on from", param="prompt")
         return prompt
-    return loaded.processing.prepare(
+    return processing.prepare(
         request.messages,
         chat_template_kwargs=request.chat_template_kwargs,
         mm_processor_kwargs=request.mm_processor_kwargs,

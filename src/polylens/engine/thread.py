@@ -229,7 +229,8 @@ class EngineThread:
         try:
             for handle in handles:
                 handle.lease.read()
-            prepared = self._engine.prepare(handles[0].request, allow_paths=allow_paths)
+            first = handles[0]
+            prepared = self._engine.prepare(first.request, adapter=first.lease.adapter, allow_paths=allow_paths)
         except Exception as error:  # noqa: BLE001  (it must reach the callers, whatever it is)
             failure = error if isinstance(error, PolylensError) else _internal(error)
             self._post_if_alive(lambda: self._end_all(handles, failure))
@@ -338,7 +339,7 @@ class EngineThread:
         pairs = [pair for pair in zip(handles, copies, strict=True) if pair[0].times.ended is None]
         for handle, prepared in pairs:
             handle.times.queued = time.monotonic()
-            handle.prompt_tokens = len(prepared.prompt.token_ids)
+            handle.prompt_tokens, handle.processing = len(prepared.prompt.token_ids), prepared.processing
         if len(pairs) > 1 and self._engine.prefix_cache is not None:
             self._followers[pairs[0][0]] = pairs[1:]
             pairs = pairs[:1]

@@ -208,6 +208,7 @@ def _check_layers(
     mixed: LLM, merged: LLM, name: str, prompts: _Prompts
 ) -> tuple[tuple[LayerCheck, ...], tuple[str, ...]]:
     adapter = mixed.registry.get(name)
+    without_effect = mixed.registry.report(name).no_effect  # the mixed batch leaves them as they are
     tallies = {layer: _Tally() for layer in adapter.deltas}
     for turn, messages in enumerate(prompts.single):
         with record_adapter_rows(mixed, adapter) as ours:
@@ -215,7 +216,8 @@ def _check_layers(
         with record_all_rows(merged, list(adapter.deltas)) as theirs:
             _answers(merged, [ChatRequest(messages, None, _PREFILL_ONLY)])
         for layer, tally in tallies.items():
-            _compare_rows(layer, tally, ours, theirs)
+            if layer not in without_effect:
+                _compare_rows(layer, tally, ours, theirs)
     specs = mixed.loaded.layers.specs
     layers = tuple(
         LayerCheck(
@@ -242,7 +244,7 @@ def _activation_batch(llm: LLM, name: str, prompts: _Prompts, turn: int) -> list
 
 def _compare_rows(layer: str, tally: _Tally, ours: Recorded, theirs: Recorded) -> None:
     if layer not in ours or layer not in theirs:
-        return  # text only, or a layer without effect
+        return  # text only
     ours_no, theirs_no = torch.cat(ours[layer]), torch.cat(theirs[layer])
     if ours_no.shape == theirs_no.shape:
         tally.add(ours_no, theirs_no)

@@ -155,8 +155,17 @@ class _Renamed:
 class SafeTokenizer:
     """Encodes rendered, escaped text; thread-safe."""
 
-    def __init__(self, tokenizer: Any, control: ControlTokens, media_tokens: Sequence[str] = ()) -> None:
-        """`media_tokens`: the control tokens that occur in long runs, one for each feature row of an item."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        control: ControlTokens,
+        media_tokens: Sequence[str] = (),
+        lock: threading.Lock | None = None,
+    ) -> None:
+        """`media_tokens`: the control tokens that occur in long runs, one for each feature row of an item.
+
+        `lock`: that of another one for the same tokenizer.
+        """
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelLoadError(
                 f"the tokenizer {type(tokenizer).__name__} has no fast form (tokenizer.json), which polylens needs "
@@ -164,7 +173,7 @@ class SafeTokenizer:
             )
         self.tokenizer = tokenizer
         self.control = control
-        self._lock = threading.Lock()  # transformers sets truncation and padding on the shared backend
+        self.lock = lock or threading.Lock()  # transformers sets truncation and padding on the shared backend
         self._renamed: _Renamed | None = None
         self._media_ids = frozenset(control.ids[token] for token in media_tokens)
         self._media_runs = re.compile(f"({'|'.join(map(re.escape, media_tokens)) or '(?!)'})\\1*")
@@ -205,7 +214,7 @@ class SafeTokenizer:
         raise RequestError("the text cannot be encoded without forming a control token; change it", param="messages")
 
     def _tokenizer_ids(self, text: str, options: Mapping[str, Any]) -> list[int]:
-        with self._lock:
+        with self.lock:
             return list(self.tokenizer([text], **{**options, "verbose": False})["input_ids"][0])
 
     def _holds(self, ids: Sequence[int], wanted: Sequence[tuple[int, str]], with_affixes: bool) -> bool:

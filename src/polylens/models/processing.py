@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ import torch
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import _get_template_variables
 
-from polylens.config import PROCESSED_ITEMS_BYTES
+from polylens.config import PROCESSED_ITEMS_BYTES, TEMPLATE_LIMIT_S
 from polylens.core import MediaKind
 from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
 from polylens.models.control_tokens import Escape, SafeTokenizer, control_tokens
@@ -38,6 +38,7 @@ from polylens.models.item_processor import ItemProcessor, ResultMemo, WholeProce
 from polylens.models.media_settings import MediaSettings, takes_pixels
 from polylens.models.media_source import first_line
 from polylens.models.prompt import parse_messages, plain_data, strings_in
+from polylens.models.template_limit import TemplateTimeoutError, template_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,6 +101,8 @@ class Processing:
 
     `processor`: transformers' multimodal processor; `config` and `generation_config`: the model's. whole: prompts
     carry the processor's own output (`PreparedPrompt.inputs`) instead of items.
+    beside: the model's own, for one that an adapter brings: what both have is shared, and the template, which is
+    then a stranger's, has `TEMPLATE_LIMIT_S` to render.
     Raises ModelLoadError when there is no chat template or the tokenizer is no fast one.
     """
 
@@ -110,9 +113,11 @@ class Processing:
         generation_config: Any = None,
         *,
         whole: bool = False,
+        beside: Processing | None = None,
     ) -> None:
         self.processor = processor
         self.whole = whole
+        self._template_limit_s = None if beside is None else TEMPLATE_LIMIT_S
         self.tokenizer = processor.tokenizer
         self.notes = notes_for(getattr(config, "model_type", "")).processor
         self._commands = re.compile(self.notes.commands) if self.notes.commands else None
@@ -123,13 +128,13 @@ class Processing:
         self.control = control_tokens(self.tokenizer, self.template, media_tokens, placeholders)
         if unknown := set(media_tokens) - set(self.control.ids):
             raise ModelLoadError(f"the processor's media tokens {sorted(unknown)} are no added tokens of its tokenizer")
-        self.safe_tokenizer = SafeTokenizer(self.tokenizer, self.control, media_tokens)
+        shares_tokenizer = beside is not None and beside.tokenizer is self.tokenizer
+        lock = beside.safe_tokenizer.lock if beside is not None and shares_tokenizer else None
+        self.safe_tokenizer: SafeTokenizer = SafeTokenizer(self.tokenizer, self.control, media_tokens, lock)
         self.stop_token_ids = _stop_token_ids(self.tokenizer, config, generation_config)
-        self._memo = ResultMemo(PROCESSED_ITEMS_BYTES)
-        self._settings = {
-            MediaKind.IMAGE: _settings(processor, "image_processor"),
-            MediaKind.VIDEO: _settings(processor, "video_processor"),
-        }
+        # Its keys hold the settings, so all may have the same one.
+        self._memo: ResultMemo = ResultMemo(PROCESSED_ITEMS_BYTES) if beside is None else beside._memo
+        self._settings = {kind: settings_text(getattr(processor, f"{kind}_processor", None)) for kind in MediaKind}
         self._variables = sorted(
             _get_template_variables(self.template) - set(_RESERVED_VARIABLES) - set(self.tokenizer.special_tokens_map)
         )
@@ -137,6 +142,11 @@ class Processing:
         self._takes_parts = self._renders([{"type": "text", "text": "probe"}], "probe")
         if not (self._takes_strings or self._takes_parts):
             raise ModelLoadError("the model's chat template does not write a user's text; is it for this model?")
+
+    @cached_property
+    def num_token_ids(self) -> int:
+        """One more than the tokenizer's largest id: the rows that embedding and head must have."""
+        return max(self.tokenizer.get_vocab().values()) + 1
 
     @property
     def takes_videos(self) -> bool:
@@ -241,7 +251,10 @@ class Processing:
         """Whether the template writes such content as text (and not as a Python list, or not at all)."""
         messages = [{"role": "user", "content": content}]
         try:
-            text = self.processor.apply_chat_template(messages, chat_template=self.template, tokenize=False)
+            with template_limit(self._template_limit_s):
+                text = self.processor.apply_chat_template(messages, chat_template=self.template, tokenize=False)
+        except TemplateTimeoutError:
+            raise
         except (jinja2.TemplateError, TypeError, ValueError):  # the answer is no
             return False
         return expected in text and f"'{expected}'" not in text
@@ -282,7 +295,8 @@ class _Call:
     def run(self, use: Any) -> list[int]:
         """Call `use` with the processor's stand-in; returns the ids of its one conversation."""
         try:
-            output = use(self._processor())
+            with template_limit(self._owner._template_limit_s):
+                output = use(self._processor())
         except PolylensError:
             raise
         except jinja2.TemplateError as error:
@@ -505,8 +519,8 @@ def _chat_template(processor: Any, default: str | None) -> str:
     return template
 
 
-def _settings(processor: Any, name: str) -> str:
-    part = getattr(processor, name, None)
+def settings_text(part: Any) -> str:
+    """The settings of an image or video processor, equal where they are equal; "" for None."""
     return "" if part is None else f"{type(part).__name__}|{part.to_json_string()}"
 
 

@@ -31,7 +31,7 @@ class Generation:
 
     def __init__(self, handles: Sequence[RequestHandle], asked: Asked, metrics: Metrics) -> None:
         self._handles = handles
-        self._answer = asked.answer
+        self._answer = asked.answer_of(handles)
         self._metrics = metrics
         self._num_prompts = len(asked.requests)
         self._stream = asked.stream

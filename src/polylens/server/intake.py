@@ -5,6 +5,7 @@ The server's endpoints and `polylens batch` both read their requests here, so th
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from polylens.server.requests import chat_options, include_usage, sampling_param
 from polylens.server.schema import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from polylens.core import Request
     from polylens.engine.handle import RequestHandle
     from polylens.engine.thread import EngineThread
@@ -43,6 +46,10 @@ class Asked:
     deadline_s: float | None
     stream: bool
     include_usage: bool
+
+    def answer_of(self, handles: Sequence[RequestHandle]) -> Answer:
+        """The answer that `handles` give, its tokens read as they were made: all of them have the same adapter."""
+        return dataclasses.replace(self.answer, decode=handles[0].token_text)
 
     def submit(self, thread: EngineThread, *, allow_paths: bool = False) -> list[RequestHandle]:
         """Hand all of it to the engine, or none: choices of the first request, then of the second … Raises

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from polylens import __version__
+from polylens.engine.prepare import processing_of
 from polylens.errors import RequestError
 from polylens.server.adapter_paths import allowed_folder
 from polylens.server.bodies import BodyReader
@@ -18,7 +19,7 @@ from polylens.server.error_objects import HTTPError
 from polylens.server.events import EventStream
 from polylens.server.generate import Generation
 from polylens.server.intake import Intake
-from polylens.server.media import MediaSource
+from polylens.server.media import MediaSource, media_kinds
 from polylens.server.metrics import Metrics
 from polylens.server.names import model_cards
 from polylens.server.parse import parse_body
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from polylens.adapters.load import LoadReport
     from polylens.engine.thread import EngineThread
+    from polylens.models.processing import Processing
     from polylens.server.options import ServerOptions
 
 B = TypeVar("B", bound=Body)
@@ -107,17 +109,22 @@ class Service:
             body = await self._body(TokenizeBody, request, holding)
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError("give 'prompt' or 'messages', one of them", "prompt")
+            adapter = None
             if body.model is not None:
-                self._intake.adapter(body.model, ())
+                adapter = self._intake.adapter(body.model, media_kinds(body.messages or ()))
             async with self._tokenizing:
-                ids = await self._token_ids(body)
+                processing = await asyncio.to_thread(self._processing, adapter)
+                ids = await self._token_ids(body, processing)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.thread.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            answer["token_strs"] = self._loaded.processing.tokenizer.convert_ids_to_tokens(ids)
+            answer["token_strs"] = processing.tokenizer.convert_ids_to_tokens(ids)
         return JSONResponse(answer)
 
-    async def _token_ids(self, body: TokenizeBody) -> list[int]:
-        processing = self._loaded.processing
+    def _processing(self, adapter: str | None) -> Processing:
+        """How requests of `adapter` become tokens. May read the adapter's files: blocks."""
+        return processing_of(self._loaded, None if adapter is None else self._registry.get(adapter))
+
+    async def _token_ids(self, body: TokenizeBody, processing: Processing) -> list[int]:
         if body.messages is None:
             return (await asyncio.to_thread(processing.prepare_text, body.prompt or "")).token_ids
         messages = await self._media.messages(body.messages)
