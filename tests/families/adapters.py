@@ -77,12 +77,17 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     "all" takes the head too where it is not tied to the embeddings (tied, a delta would change both).
     """
     wanted = set(targets.split("+")) if targets != "all" else {"tower", "connector", "language"}
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    modules = [name for name in linear if name != "lm_head" and component_of(name) in wanted]
+    linear = [name for name, module in model.named_modules() if _is_plain_linear(module)]
+    modules = [name for name in linear if not name.endswith("lm_head") and component_of(name) in wanted]
     if targets == "all" and not getattr(model.config, "tie_word_embeddings", False):
         modules.append("lm_head")
     parameters = [GEMMA_PROJECTOR] if "connector" in wanted and _has_gemma_projector(model) else []
     return modules, parameters
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Llama 4's router is a linear layer that returns a tuple: PEFT cannot adapt it."""
+    return isinstance(module, nn.Linear) and not type(module).__name__.endswith("Router")
 
 
 def component_of(name: str) -> str:

@@ -18,6 +18,10 @@ from transformers import (
     InternVLForConditionalGeneration,
     InternVLProcessor,
     InternVLVideoProcessor,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Llama4ImageProcessor,
+    Llama4Processor,
     Ovis2Config,
     Ovis2ForConditionalGeneration,
     Ovis2ImageProcessor,
@@ -34,6 +38,7 @@ from tests.families.tiled_templates import (
     COHERE_SPECIAL,
     INTERNVL_NAMED,
     INTERNVL_TEMPLATE,
+    LLAMA4_SPECIAL,
     OVIS2_SPECIAL,
     OVIS2_TEMPLATE,
     cohere_template,
@@ -235,3 +240,49 @@ def got_ocr2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 def got_ocr2_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     size = {"height": GOT_SIDE, "width": GOT_SIDE}
     return GotOcr2Processor(image_processor=GotOcr2ImageProcessor(size=size), tokenizer=tokenizer)
+
+
+def llama4_tokenizer() -> PreTrainedTokenizerBase:
+    return qwen_tokenizer(LLAMA4_SPECIAL, eos="<|eot|>", pad="<|finetune_right_pad|>", bos="<|begin_of_text|>")
+
+
+def llama4(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Chunks shorter than a prompt, a layer without rotary positions whose queries are scaled early, experts."""
+    text = text_config(
+        tokenizer,
+        "<|eot|>",
+        head_dim=8,
+        num_hidden_layers=3,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        moe_layers=[1],
+        no_rope_layers=[1, 1, 0],
+        attention_chunk_size=16,
+        floor_scale=16,
+        attn_scale=0.5,
+    )
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "vision_output_dim": 32,
+        "image_size": SIDE,
+        "patch_size": PATCH,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    config = Llama4Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<|image_start|>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<|image_end|>"),
+    )
+    return Llama4ForConditionalGeneration(config)
+
+
+def llama4_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """With the chat template that transformers gives it."""
+    images = Llama4ImageProcessor(size={"height": SIDE, "width": SIDE}, max_patches=4)
+    return Llama4Processor(image_processor=images, tokenizer=tokenizer, patch_size=PATCH)

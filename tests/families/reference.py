@@ -63,6 +63,8 @@ def _greedy(
     model: Any, inputs: Mapping[str, torch.Tensor], max_new_tokens: int, *, ignore_eos: bool
 ) -> tuple[list[int], torch.Tensor]:
     """transformers' greedy `generate`: the new token ids, and the raw logits (tokens, vocab) float32 of each."""
+    if model.config.model_type == "llama4":
+        model, inputs = _llama4_parts(model, inputs)
     with torch.inference_mode(), _stop_tokens(model, ignored=ignore_eos):
         out = model.generate(
             **inputs,
@@ -73,6 +75,18 @@ def _greedy(
         )
     token_ids = out.sequences[0, -len(out.logits) :].tolist()
     return token_ids, torch.stack([step[0].float() for step in out.logits])
+
+
+@torch.inference_mode()
+def _llama4_parts(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The language model and its embeddings: the whole model's forward fails once it has them (transformers 5.24)."""
+    ids = inputs["input_ids"]
+    embeddings = model.get_input_embeddings()(ids)
+    if "pixel_values" in inputs:
+        states = model.vision_model(inputs["pixel_values"]).last_hidden_state
+        features = model.multi_modal_projector(states.flatten(0, 1))
+        embeddings = embeddings.masked_scatter((ids == model.config.image_token_id)[..., None], features)
+    return model.language_model, {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
 
 
 @contextmanager

@@ -151,4 +151,5 @@ TILED: Mapping[str, Family] = {
     ),
     "ovis2": Family(crops.ovis2_tokenizer, crops.ovis2_processor, crops.ovis2, CHATML_STOP),
     "got_ocr2": Family(crops.got_tokenizer, crops.got_ocr2_processor, crops.got_ocr2, CHATML_STOP, needs_picture=True),
+    "llama4": Family(crops.llama4_tokenizer, crops.llama4_processor, crops.llama4, ("<|eot|>",)),
 }

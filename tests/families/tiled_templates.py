@@ -83,6 +83,19 @@ def cohere_template(placeholder: str) -> str:
     )
 
 
+LLAMA4_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|finetune_right_pad|>",
+    "<|header_start|>",
+    "<|header_end|>",
+    "<|eot|>",
+    "<|image_start|>",
+    "<|image_end|>",
+    "<|tile_x_separator|>",
+    "<|tile_y_separator|>",
+    "<|image|>",
+    "<|patch|>",
+)
 OVIS2_SPECIAL = ("<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 OVIS2_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"

@@ -26,6 +26,7 @@ WITHOUT_EFFECT = {
     "cohere2_vision": r"vision_tower.head",
     "ovis2": None,
     "got_ocr2": None,
+    "llama4": None,
     "vipllava": r"\.layers\.3\.|post_layernorm",
 }
 """By family: a pattern of the layers whose output never reaches the features; all others go by tiles."""

@@ -11,6 +11,7 @@ Legend: t query rows of the step, n query rows of one sequence, c context length
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,7 @@ from transformers import AttentionInterface
 from polylens.errors import InternalError, ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from polylens.models.recurrent import CarriedState
 
@@ -111,6 +112,23 @@ class RaggedBatch:
     only_rows: Callable[[Sequence[tuple[int, int]]], AbstractContextManager[Any]] = nullcontext
     masks: dict[tuple[int, Reach], torch.Tensor | None] = field(default_factory=dict)
 
+    def positions_t(self, device: torch.device) -> torch.Tensor:
+        """(t,): the place of each row in its sequence."""
+        return torch.cat(
+            [torch.arange(rows.first_position, rows.num_context, device=device) for rows in self.sequences]
+        )
+
+
+QueryScale = Callable[[torch.Tensor], torch.Tensor]
+"""(t,) places of query rows in their sequences -> (t,) factors of the queries."""
+
+_QUERY_SCALE = "polylens_query_scale"
+
+
+def set_query_scale(module: torch.nn.Module, scale: QueryScale) -> None:
+    """Let queries of an attention layer be multiplied by factors that depend on their places."""
+    setattr(module, _QUERY_SCALE, scale)
+
 
 def register_attention() -> None:
     """Make `ATTENTION_NAME` known to transformers (idempotent)."""
@@ -138,6 +156,8 @@ def ragged_attention(
     source = _layer_of_keys(module, layer)
     if source == layer:
         batch.store.write(layer, batch.write_slots_t, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if (scale := getattr(module, _QUERY_SCALE, None)) is not None:
+        query = query * scale(batch.positions_t(query.device))[:, None].to(query.dtype)
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     reach = Reach.of(module, layer, sliding_window)
     for index, rows in enumerate(batch.sequences):

@@ -130,6 +130,8 @@ def prepare_model(
     reason = why_hosted(model, processor, notes)
     if reason is None:
         _use_ragged_attention(model)
+        if notes.prepare_text is not None:
+            notes.prepare_text(text_model(model))
     else:
         logger.warning("%s: transformers generates, one request at a time, as %s", source, reason)
     processing = Processing(

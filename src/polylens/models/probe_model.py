@@ -111,7 +111,7 @@ def _unproven(loaded: LoadedModel) -> ProbeResult:
 
 def _probe(loaded: LoadedModel, max_parameters: int) -> ProbeResult:
     probed = copy_for_probe(loaded.model, loaded.layers, max_parameters=max_parameters)
-    inner = probed.model.model
+    inner = probed.model.base_model
     result = probe_row_rules(
         lambda items: encode(inner, items, dtype=torch.float32, notes=loaded.notes),
         synthetic_items(loaded.processing),

@@ -107,6 +107,7 @@ class FamilyNotes:
     collate, encode, read_features: how items become an encoder batch and its output their features; None: the
     defaults of `encoder`.
     media_embed_as_padding: whether media tokens without features, which a model may generate, count as padding.
+    prepare_text: changes to the text model that the ragged batch needs, made once at load; None: none.
     text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
     processor: see `ProcessorNotes`.
     """
@@ -121,5 +122,6 @@ class FamilyNotes:
     encode: Encode = get_features
     read_features: ReadFeatures | None = None
     media_embed_as_padding: bool = False
+    prepare_text: Callable[[Any], None] | None = None
     text_arguments: TextArguments | None = None
     processor: ProcessorNotes = ProcessorNotes()
