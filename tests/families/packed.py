@@ -29,6 +29,11 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from tests.families.ernie4_5_vl_moe import (
+    ernie4_5_vl_moe,
+    ernie4_5_vl_moe_processor,
+    ernie4_5_vl_moe_tokenizer,
+)
 from tests.families.glm import GLM
 from tests.families.kimi_k25 import kimi_k25, kimi_k25_processor, kimi_k25_tokenizer
 from tests.families.paddleocr_vl import paddleocr_vl, paddleocr_vl_processor, paddleocr_vl_tokenizer
@@ -224,4 +229,11 @@ PACKED: Mapping[str, Family] = {
     "kimi_k25": Family(kimi_k25_tokenizer, kimi_k25_processor, kimi_k25, ("[EOS]", "<|im_end|>"), takes_videos=True),
     "paddleocr_vl": Family(paddleocr_vl_tokenizer, paddleocr_vl_processor, paddleocr_vl, ("</s>",)),
     "video_llama_3": Family(qwen_tokenizer, video_llama_3_processor, video_llama_3, QWEN_STOP, takes_videos=True),
+    "ernie4_5_vl_moe": Family(
+        ernie4_5_vl_moe_tokenizer,
+        ernie4_5_vl_moe_processor,
+        ernie4_5_vl_moe,
+        ("</s>", "<|end_of_sentence|>"),
+        takes_videos=True,
+    ),
 }

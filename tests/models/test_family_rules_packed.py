@@ -18,6 +18,7 @@ PATCHES: Mapping[str, RowRule] = {"": RowRule.PATCHES}
 TINY_PICTURES = RowRule.TILES
 """Of towers that take every patch as a picture of its own, (patches, 3, side, side)."""
 EXPECTED: Mapping[str, Mapping[str, RowRule]] = {
+    "ernie4_5_vl_moe": PATCHES,
     "glm4v": PATCHES,
     "glm46v": PATCHES,
     "glm4v_moe": PATCHES,

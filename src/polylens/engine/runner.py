@@ -67,7 +67,8 @@ class Runner:
         for entry in entries:
             slots_c = self._kv.slots(entry.seq.page_table, 0, entry.stop)
             stop_row = start_row + entry.num_tokens
-            rows.append(SequenceRows(start_row, stop_row, slots_c, entry.seq.bidirectional_spans))
+            seq = entry.seq
+            rows.append(SequenceRows(start_row, stop_row, slots_c, seq.bidirectional_spans, seq.num_prompt_tokens))
             writes.append(slots_c[entry.start :])
             start_row = stop_row
         return RaggedBatch(

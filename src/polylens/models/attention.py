@@ -74,13 +74,15 @@ class SequenceRows:
 
     start, stop: its rows in the flattened batch. slots_c: the store's slots of its whole context, the new
     rows' last. spans: [start, stop) token ranges of the sequence whose tokens see each other in both
-    directions (image blocks); a span that overlaps the new rows lies within the context.
+    directions (image blocks); a span that overlaps the new rows lies within the context. num_prompt: how many of
+    the sequence's tokens are its prompt's (the first ones).
     """
 
     start: int
     stop: int
     slots_c: torch.Tensor
     spans: tuple[tuple[int, int], ...] = ()
+    num_prompt: int = 0
 
     @property
     def num_rows(self) -> int:

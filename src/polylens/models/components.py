@@ -43,13 +43,16 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
     what a tensor's module is.
     """
     locate = _component_finder(model)
-    specs = {spec.name: spec for spec in _layer_specs(model, locate)}
+    found = {spec.name: spec for spec in _layer_specs(model, locate)}
+    refused = {name: reason for name in found if (reason := _not_adaptable(name, model))}
+    specs = {name: spec for name, spec in found.items() if name not in refused}
     owners = {spec.name.rpartition(".")[0] for spec in specs.values() if spec.kind is LayerKind.EXPERTS}
     others = {
         name: type(module).__name__
         for name, module in model.named_modules()
         if name not in specs and name not in owners and next(module.parameters(recurse=False), None) is not None
     }
+    others |= {_module_of(found[name]): reason for name, reason in refused.items()}
     return ModelLayers(
         specs=specs,
         rename=_renamer(model),
@@ -60,6 +63,17 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         source=model.config._name_or_path or "",
     )
+
+
+def _not_adaptable(layer: str, model: PreTrainedModel) -> str | None:
+    patterns = notes_for(model.config.model_type).not_adaptable
+    return next((reason for pattern, reason in patterns.items() if re.search(pattern, layer)), None)
+
+
+def _module_of(spec: LayerSpec) -> str:
+    """The module that has the layer's weight; some layers are parameters of one."""
+    is_parameter = spec.kind in (LayerKind.EXPERTS, LayerKind.MATMUL)
+    return spec.name.rpartition(".")[0] if is_parameter else spec.name
 
 
 def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> Iterator[LayerSpec]:

@@ -10,7 +10,9 @@ import torch
 from polylens.models.recurrent import CarriedState
 
 if TYPE_CHECKING:
-    from polylens.models.attention import RaggedBatch
+    from collections.abc import Sequence
+
+    from polylens.models.attention import RaggedBatch, SequenceRows
     from polylens.models.loading import LoadedModel
 
 
@@ -32,6 +34,7 @@ class TextStep:
 
     text: the text model. config: the whole model's. token_ids_t: (t,), media tokens as they are in the prompt.
     embedded_ids_t: (t,), without those that features replace. x_td: (t, d) embeddings with features in place.
+    x_td: (t, d) embeddings with features in place. sequences: whose rows they are.
     """
 
     text: Any
@@ -40,6 +43,7 @@ class TextStep:
     embedded_ids_t: torch.Tensor
     x_td: torch.Tensor
     media: MediaRows | None
+    sequences: Sequence[SequenceRows] = ()
 
     @property
     def is_media_t(self) -> torch.Tensor:
@@ -101,6 +105,7 @@ class TextRunner:
             use_cache=False,
             polylens_batch=batch,
             **self._arguments(TextStep(self._text, self._config, token_ids_t, ids_t, x_td, media)),
+            **self._arguments(TextStep(self._text, self._config, token_ids_t, x_td, media, batch.sequences)),
         )
         return output.last_hidden_state[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polylens.models.families import (
+    ernie4_5_vl_moe,
     florence2,
     frames,
     gemma4,
@@ -26,6 +27,12 @@ __all__ = ["FAMILIES", "FamilyNotes", "TwoWay", "notes_for"]
 FAMILIES: Mapping[str, FamilyNotes] = {
     "aya_vision": FamilyNotes(),
     "cohere2_vision": FamilyNotes(),
+    "ernie4_5_vl_moe": FamilyNotes(
+        text_arguments=ernie4_5_vl_moe.text_arguments,
+        not_adaptable={
+            r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only, whose rows cannot be routed"
+        },
+    ),
     "florence2": FamilyNotes(
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
     ),

@@ -109,6 +109,8 @@ class FamilyNotes:
     media_embed_as_padding: whether media tokens without features, which a model may generate, count as padding.
     prepare_text: changes to the text model that the ragged batch needs, made once at load; None: none.
     text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
+    not_adaptable: layer-name patterns (`re.search`) and what such layers are, for a refusal: those whose rows the
+    routing cannot tell.
     processor: see `ProcessorNotes`.
     """
 
@@ -124,4 +126,5 @@ class FamilyNotes:
     media_embed_as_padding: bool = False
     prepare_text: Callable[[Any], None] | None = None
     text_arguments: TextArguments | None = None
+    not_adaptable: Mapping[str, str] = field(default_factory=dict)
     processor: ProcessorNotes = ProcessorNotes()
