@@ -30,7 +30,7 @@ def test_vision_tokens_of_the_prompt_go_to_the_vision_experts(checkpoint: Callab
         SequenceRows(1, 11, torch.arange(12), num_prompt=len(prompt)),
     ]
     ids_t = torch.tensor([config.video_token_id, *(prompt + answer)[2:]])
-    step = TextStep(None, config, ids_t, torch.zeros(11, 1), None, rows)
+    step = TextStep(None, config, ids_t, ids_t, torch.zeros(11, 1), None, rows)
     types = text_arguments(step)["moe_mm_token_type_ids"]
     processor = AutoProcessor.from_pretrained(checkpoint(FAMILY))
     expected = processor.create_moe_mm_token_type_ids([prompt])[0][2:]

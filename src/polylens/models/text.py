@@ -34,7 +34,7 @@ class TextStep:
 
     text: the text model. config: the whole model's. token_ids_t: (t,), media tokens as they are in the prompt.
     embedded_ids_t: (t,), without those that features replace. x_td: (t, d) embeddings with features in place.
-    x_td: (t, d) embeddings with features in place. sequences: whose rows they are.
+    sequences: whose rows they are.
     """
 
     text: Any
@@ -104,8 +104,7 @@ class TextRunner:
             position_ids=positions[:, None] if positions.shape[0] > 1 else positions,
             use_cache=False,
             polylens_batch=batch,
-            **self._arguments(TextStep(self._text, self._config, token_ids_t, ids_t, x_td, media)),
-            **self._arguments(TextStep(self._text, self._config, token_ids_t, x_td, media, batch.sequences)),
+            **self._arguments(TextStep(self._text, self._config, token_ids_t, ids_t, x_td, media, batch.sequences)),
         )
         return output.last_hidden_state[0]
 

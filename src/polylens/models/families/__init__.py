@@ -29,9 +29,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "cohere2_vision": FamilyNotes(),
     "ernie4_5_vl_moe": FamilyNotes(
         text_arguments=ernie4_5_vl_moe.text_arguments,
-        not_adaptable={
-            r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only, whose rows cannot be routed"
-        },
+        not_adaptable={r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only"},
     ),
     "florence2": FamilyNotes(
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
