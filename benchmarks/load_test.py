@@ -4,8 +4,9 @@
 model the demo's, with its adapters. Two more adapters are made of the first ones with scaled weights. Clients pick
 adapters by Zipf's law; meanwhile adapters are loaded, unloaded and reloaded, clients go away in the middle of
 answers, and bad requests come in. Every answer is compared with the answer to the same request alone, by the
-project's definition of equal (the log-probabilities tell ties). Prints one JSON line; exit code 1 if anything was
-wrong, lost or left behind.
+project's definition of equal (the log-probabilities tell ties). The memory of the process is looked at all the
+while: a leak of pages, leases, adapters or plain memory is a failure. Prints one JSON line; exit code 1 if anything
+was wrong, lost or left behind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import base64
 import io
 import json
 import random
+import resource
 import shutil
 import statistics
 import sys
@@ -50,6 +52,11 @@ BAD_PART = 0.05
 SCALES = (0.5, 1.5)
 """Factors of the weights of the two adapters that are made."""
 
+MEMORY_PARTS = 8
+MAX_GROWTH_BYTES = 48 << 20
+"""Most that the process may grow in the second half of the requests, when everything there is to cache was asked for
+many times: what malloc keeps to itself. A request that left its picture and text behind would add up to more."""
+
 Token = tuple[str, float, float]
 """A token of an answer: its text, its log-probability, and how far ahead of the second best it was."""
 
@@ -64,6 +71,8 @@ class Tally:
     compared: int = 0
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)
+    """Of the process, at the beginning, after each of MEMORY_PARTS equal parts of the requests, and at the end."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +261,9 @@ async def client(
     rng = random.Random(f"{load.seed}/{number}")
     names = [*load.names, "swing", MODEL, "guest"]
     weights = [1 / rank**ZIPF_EXPONENT for rank in range(1, len(names) + 1)]
-    for _ in left:
+    for index in left:
+        if index % max(load.num_requests // MEMORY_PARTS, 1) == 0:
+            tally.memory_bytes.append(resident_bytes())
         if rng.random() < BAD_PART:
             fault, status = rng.choice(BAD)
             answer = await http.post("/v1/chat/completions", json={**body(load, MODEL, 0), **fault})
@@ -306,12 +317,21 @@ def left_behind(thread: EngineThread) -> list[str]:
     return [f"{count} {what} left behind" for what, count in found.items() if count]
 
 
+def resident_bytes() -> int:
+    """Memory of this process, clients and all."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def measure(thread: EngineThread, load: Load, root: Path) -> dict[str, Any]:
     """Run the load; returns the row to print."""
     adapter_bytes = thread.registry.resident_bytes()
     with served(thread, root) as url:
         tally, seconds = asyncio.run(run(url, load))
         problems = [*tally.wrong, *left_behind(thread)]
+    tally.memory_bytes.append(resident_bytes())
+    growth = tally.memory_bytes[-1] - tally.memory_bytes[len(tally.memory_bytes) // 2]
+    if growth > MAX_GROWTH_BYTES:
+        problems.append(f"the process grew by {growth >> 20} MiB in the second half of the requests")
     if thread.registry.resident_bytes() != adapter_bytes:
         problems.append(f"{thread.registry.resident_bytes() - adapter_bytes} bytes of adapters left behind")
     if tally.ties > MAX_TIE_FRACTION * tally.compared:
@@ -332,6 +352,7 @@ def measure(thread: EngineThread, load: Load, root: Path) -> dict[str, Any]:
         "tokens_per_s": round(tally.num_tokens / seconds, 1),
         "first_token_p50_s": round(quantiles[49], 4),
         "first_token_p99_s": round(quantiles[98], 4),
+        "memory_mib": [size >> 20 for size in tally.memory_bytes],
         "preemptions": thread.stats.num_preemptions_total,
         "problems": problems[:20],
         "ok": not problems,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,69 @@ def test_a_template_in_the_folder_is_used_and_told(server: Local, shop: Shop):
     error = load(server, "own", "own", 400, load_inplace=True)["error"]
     assert "__class__" in error["message"]
     unload(server, "own")
+
+
+def test_a_load_that_takes_long_holds_up_no_answer(
+    server: Local, shop: Shop, engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    read, reading, go_on = engine.registry._read, threading.Event(), threading.Event()
+
+    def slow(name: str, path: Any) -> Any:
+        reading.set()
+        assert go_on.wait(60)
+        return read(name, path)
+
+    monkeypatch.setattr(engine.registry, "_read", slow)
+    with ThreadPoolExecutor(1) as pool:
+        loaded = pool.submit(load, server, "slow", shop.spare)
+        assert reading.wait(60)
+        before = text(server, "eyes")
+        assert server.http.post(CHAT, json={"model": "slow", "messages": ask(QUESTION)}).status_code == 404
+        assert not loaded.done()
+        go_on.set()
+        assert loaded.result()["changed"]
+    assert text(server, "eyes") == before
+    assert text(server, "slow") != before
+    unload(server, "slow")
+
+
+# ---- hub ids
+
+
+@pytest.fixture
+def hub(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the hub's client has fetched: `org/spare`, and `org/pickled`. Returns the client's cache folder."""
+    for name in ("spare", "pickled"):
+        fetched = tmp_path / "hub" / f"models--org--{name}"
+        shutil.copytree(shop.spare, fetched / "snapshots" / "abc")
+        (fetched / "refs").mkdir()
+        (fetched / "refs" / "main").write_text("abc")
+    weights = tmp_path / "hub" / "models--org--pickled" / "snapshots" / "abc" / "adapter_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+@pytest.mark.usefixtures("hub")
+def test_hub_ids_are_loaded_where_that_is_allowed(serve: Serve, options: ServerOptions, server: Local, shop: Shop):
+    load(server, "new", "org/spare", status=403)  # not allowed here
+    allowed = serve(replace(options, adapters=AdapterPolicy(loading=True, hub=True)))
+    load(allowed, "new", "org/spare")
+    card = next(card for card in allowed.http.get("/v1/models").json()["data"] if card["id"] == "new")
+    assert "models--org--spare" in card["root"]
+    load(server, "local", shop.spare)
+    assert text(allowed, "new") == text(allowed, "local")
+    unload(server, "local")
+    unload(allowed, "new")
+    assert "pickle" in load(allowed, "new", "org/pickled", status=400)["error"]["message"]
+    message = load(allowed, "new", "org/unknown", status=400)["error"]["message"]
+    assert "cannot be fetched" in message
+    assert "\n" not in message
+    for path in (shop.spare, "org/../spare", "../org/spare", "org", "https://hub.example/org/spare"):
+        load(allowed, "new", path, status=403)
+    # A folder of that name where the server runs is not what was allowed.
+    shutil.copytree(shop.spare, Path("org") / "spare")
+    load(allowed, "new", "org/spare", status=403)

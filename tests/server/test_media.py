@@ -168,6 +168,19 @@ def test_a_video_is_answered(server: Local):
     assert post(server, data_url(clip(), "video/mp4"), kind="video_url")[0] == 200
 
 
+def test_how_many_frames_are_taken_is_the_requests_to_say(server: Local):
+    def tokens(**settings: float) -> int:
+        part = {"type": "video_url", "video_url": {"url": data_url(clip(8), "video/mp4")}}
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
+        asked = {"model": "tiny", "messages": messages, "max_tokens": 1, "mm_processor_kwargs": settings}
+        answer = server.http.post(CHAT, json=asked)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens"]
+
+    assert tokens(num_frames=4) < tokens(num_frames=8)
+    assert tokens(fps=1.0) < tokens(fps=2.0)
+
+
 def test_broken_videos_are_refused(server: Local):
     for content in (clip()[:-300], b"#EXTM3U\nhttp://127.0.0.1/x", b"", SVG):
         assert post(server, data_url(content, "video/mp4"), kind="video_url")[0] == 400

@@ -154,6 +154,16 @@ def test_several_pictures_in_any_order(client: OpenAI):
     assert answer.choices[0].message.content is not None
 
 
+def test_template_variables_reach_the_prompt(client: OpenAI):
+    def num_tokens(**extra: Any) -> int:
+        messages: Any = ask(QUESTION, png_url(PICTURE), png_url(PICTURE))
+        usage = client.chat.completions.create(model="tiny", messages=messages, extra_body=extra, **GREEDY).usage
+        assert usage is not None
+        return usage.prompt_tokens
+
+    assert num_tokens(chat_template_kwargs={"add_vision_id": True}) > num_tokens()
+
+
 def parts(*given: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(given)}]
 

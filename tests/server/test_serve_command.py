@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from polylens.cli.serve import engine_config, lora_modules, server_options
 from polylens.cli.serve_flags import GROUPS, make_parser, with_flags
-from polylens.errors import PolylensError
+from polylens.config import EngineConfig
+from polylens.errors import ModelLoadError, PolylensError
 from polylens.server.options import ServerOptions
+from polylens.server.start import load, model_defaults, stated_defaults
 from tests.cli.process import assert_refused, polylens
+from tests.server.conftest import Shop
+from tests.server.process import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,6 +98,60 @@ def test_sampling_defaults():
         "temperature": 0,
         "max_tokens": 9,
     }
+
+
+def test_sampling_defaults_of_a_folder(tmp_path: Path):
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.3, "top_k": 20, "max_new_tokens": 9, "do_sample": true, "eos_token_id": 2}')
+    assert stated_defaults(str(tmp_path)) == {"temperature": 0.3, "top_k": 20, "max_tokens": 9}
+    assert stated_defaults("none") == stated_defaults("vllm") == {}
+    assert stated_defaults("auto") is None
+    for content in ("", "[]", '{"top_p": 2}', '{"temperature": "hot"}'):
+        file.write_text(content)
+        with pytest.raises(ModelLoadError, match=r"generation_config\.json"):
+            stated_defaults(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="cannot read"):
+        stated_defaults(str(tmp_path / "nowhere"))
+
+
+def test_sampling_defaults_of_the_model(shop: Shop, tmp_path: Path):
+    folder = Path(shutil.copytree(shop.model, tmp_path / "model"))
+    file = folder / "generation_config.json"
+    own = json.loads(file.read_text())
+    file.write_text(json.dumps({**own, "temperature": 0.3, "top_p": 0.5, "do_sample": True}))
+    assert model_defaults(load(folder, EngineConfig())) == {"temperature": 0.3, "top_p": 0.5}
+    file.write_text(json.dumps({**own, "repetition_penalty": 1e-300}))
+    with pytest.raises(ModelLoadError, match="repetition_penalty"):
+        model_defaults(load(folder, EngineConfig()))
+
+
+def test_a_chat_template_of_the_operators(shop: Shop, tmp_path: Path):
+    """It takes the place of the model's own, and requests may set its variables."""
+    template = "{{ mood | default('calm') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    processing = load(shop.model, EngineConfig(), template).processing
+
+    def rendered(**variables: str) -> str:
+        messages = [{"role": "user", "content": " hello"}]
+        return processing.tokenizer.decode(processing.prepare(messages, chat_template_kwargs=variables).token_ids)
+
+    assert rendered() == "calm hello"
+    assert rendered(mood="glad") == "glad hello"
+    with pytest.raises(ModelLoadError):
+        load(shop.model, EngineConfig(), "{% for")
+
+
+def test_without_a_model_the_demo_is_served(tmp_path: Path):
+    """And flags of vLLM that have no meaning here are taken, each with a line that says why."""
+    unneeded = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "64", "--enable-tower-connector-lora"]
+    with serving(*unneeded, "--enable-log-requests", "--generation-config", "vllm") as server:
+        names = [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]]
+        asked = {"model": names[1], "messages": [{"role": "user", "content": "a word"}], "max_tokens": 2}
+        httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).raise_for_status()
+    assert names[0] == "polylens-demo"
+    assert len(names) == 7
+    for flag in ("enable-lora", "max-loras", "max-lora-rank", "enable-tower-connector-lora"):
+        assert f"polylens: --{flag}: Not needed: " in server.log
+    assert "a word" in server.log  # as --enable-log-requests says
 
 
 def test_flags_reach_the_engine():

@@ -73,7 +73,7 @@ class EngineThread:
     ) -> None:
         self._engine = engine
         self._adapters = adapters
-        self._max_in_flight = engine.config.max_running + max_queue
+        self._max_in_flight = engine.max_running + max_queue
         self._ids = itertools.count()
         self._workers = ThreadPoolExecutor(num_workers, "polylens-prepare")
         self._loaders = ThreadPoolExecutor(1, "polylens-adapters")

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from polylens.adapters.read import CONFIG_FILE, refuse_pickle
 from polylens.core import SamplingParams
 from polylens.engine.engine import Engine
@@ -37,13 +39,16 @@ NO_DEFAULTS = ("none", "vllm")
 
 
 def load(model: str | Path, config: EngineConfig, chat_template: str | None = None) -> LoadedModel:
-    """Load the model. chat_template: the text of a template in place of the model's own."""
+    """Load the model. chat_template: the text of a template in place of the model's own. Raises ModelLoadError."""
     loaded = load_model(model, config)
     if chat_template is None:
         return loaded
     processor = loaded.processing.processor
     processor.chat_template = chat_template
-    processing = Processing(processor, loaded.config, loaded.model.generation_config, whole=loaded.processing.whole)
+    try:
+        processing = Processing(processor, loaded.config, loaded.model.generation_config, whole=loaded.processing.whole)
+    except jinja2.TemplateError as error:
+        raise ModelLoadError(f"the chat template cannot be used: {error}") from error
     return dataclasses.replace(loaded, processing=processing)
 
 
