@@ -53,7 +53,7 @@ SCALES = (0.5, 1.5)
 """Factors of the weights of the two adapters that are made."""
 
 MEMORY_PARTS = 8
-MAX_GROWTH_BYTES = 48 << 20
+MAX_GROWTH_BYTES = 24 << 20
 """Most that the process may grow in the second half of the requests, when everything there is to cache was asked for
 many times: what malloc keeps to itself. A request that left its picture and text behind would add up to more."""
 

@@ -15,6 +15,7 @@ from polylens.cli.serve_flags import GROUPS, make_parser, with_flags
 from polylens.config import EngineConfig
 from polylens.errors import ModelLoadError, PolylensError
 from polylens.server.options import ServerOptions
+from polylens.server.run import listen
 from polylens.server.start import load, model_defaults, stated_defaults
 from tests.cli.process import assert_refused, polylens
 from tests.server.conftest import Shop
@@ -192,6 +193,10 @@ def test_mistakes_are_refused(arguments: list[str], monkeypatch: pytest.MonkeyPa
 
 def test_mistakes_get_one_line():
     assert_refused(polylens("serve", "--speed", "9"), "--speed")
+    assert_refused(polylens("serve", "--lora-modules", "base=/tmp"), "--lora-modules base=/tmp")
+    for host, port in (("127.0.0.1", 99999), ("127.0.0.1", -1), ("no host", 0), ("a" * 70, 0)):
+        with pytest.raises(PolylensError, match=f"cannot listen on {host}:{port}"):
+            listen(host, port)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert_refused(polylens("serve", "--port", port), port, "use")

@@ -82,26 +82,26 @@ NoAdapterTemplateOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def parse_adapters(values: Iterable[str] | None) -> dict[str, str]:
-    """Read `--adapter` values into {name: path}, in order.
+def parse_adapters(values: Iterable[str] | None, option: str = "--adapter") -> dict[str, str]:
+    """Read the values of `option` into {name: path}, in order.
 
     Raises AdapterFormatError for an empty part, a reserved or repeated name, or a path that is neither a
     folder nor looks like a hub id: before the model is loaded, which can take minutes.
     """
     adapters: dict[str, str] = {}
     for value in values or ():
-        name, path = _split(value)
+        name, path = _split(value, option)
         if name == BASE_NAME:
-            raise AdapterFormatError(f"--adapter {value}: {BASE_NAME!r} means no adapter; give this one another name")
+            raise AdapterFormatError(f"{option} {value}: {BASE_NAME!r} means no adapter; give this one another name")
         if name in adapters:
             raise AdapterFormatError(
-                f"--adapter {value}: the name {name!r} is given twice; tell them apart with NAME=PATH"
+                f"{option} {value}: the name {name!r} is given twice; tell them apart with NAME=PATH"
             )
-        adapters[name] = _checked(path, value)
+        adapters[name] = _checked(path, f"{option} {value}")
     return adapters
 
 
-def _split(value: str) -> tuple[str, str]:
+def _split(value: str, option: str) -> tuple[str, str]:
     """Split `NAME=PATH`; a bare path is named after its folder. An "=" behind a slash belongs to the path."""
     head, equals, tail = value.partition("=")
     if equals and "/" not in head:
@@ -109,17 +109,17 @@ def _split(value: str) -> tuple[str, str]:
     else:
         name, path = Path(value).resolve().name, value
     if not name or not path:
-        raise AdapterFormatError(f"--adapter {value!r}: expected NAME=PATH or PATH")
+        raise AdapterFormatError(f"{option} {value!r}: expected NAME=PATH or PATH")
     return name, path
 
 
-def _checked(path: str, value: str) -> str:
+def _checked(path: str, given: str) -> str:
     if Path(path).is_dir():
         return path
     if Path(path).exists():
-        raise AdapterFormatError(f"--adapter {value}: {path} is a file; give the folder with adapter_config.json")
+        raise AdapterFormatError(f"{given}: {path} is a file; give the folder with adapter_config.json")
     if not _HUB_ID.fullmatch(path):
-        raise AdapterFormatError(f"--adapter {value}: no such folder: {path}")
+        raise AdapterFormatError(f"{given}: no such folder: {path}")
     return path
 
 

@@ -192,7 +192,8 @@ def _folder(given: str | None, flag: str) -> Path | None:
 
 def lora_modules(values: Sequence[str]) -> dict[str, str]:
     """Read `--lora-modules` values, `NAME=PATH` or JSON, into {name: path}. Raises RequestError, AdapterFormatError."""
-    return parse_adapters(_module(value) if value.lstrip().startswith(("{", "[")) else value for value in values)
+    modules = (_module(value) if value.lstrip().startswith(("{", "[")) else value for value in values)
+    return parse_adapters(modules, "--lora-modules")
 
 
 def _module(value: str) -> str:

@@ -201,6 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of everything after `polylens serve`."""
     parser = _Parser(
         prog="polylens serve",
+        usage="polylens serve [MODEL] [--lora-modules NAME=PATH …] [options]",
         description="Serve a model and its adapters over HTTP, as OpenAI's API.",
         allow_abbrev=False,
     )

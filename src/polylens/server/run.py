@@ -38,8 +38,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise PolylensError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    except (OSError, OverflowError, UnicodeError) as error:  # in use, not ours; no port number; no host name
+        raise PolylensError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def uvicorn_config(app: Starlette, log_level: str = "info") -> uvicorn.Config:
