@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.families import gemma4, idefics, pixtral
+from tests.families import gemma4, idefics, lfm2_vl, pixtral
 from tests.families.recipes import Family
 
 _GEMMA4_STOP = ("<eos>", "<turn|>")
@@ -18,6 +18,7 @@ PADDED: Mapping[str, Family] = {
     ),
     "idefics2": Family(idefics.idefics2_tokenizer, idefics.idefics2_processor, idefics.idefics2, _IDEFICS_STOP),
     "idefics3": Family(idefics.idefics3_tokenizer, idefics.idefics3_processor, idefics.idefics3, _IDEFICS_STOP),
+    "lfm2_vl": Family(lfm2_vl.lfm2_tokenizer, lfm2_vl.lfm2_vl_processor, lfm2_vl.lfm2_vl, ("<|im_end|>",)),
     "lighton_ocr": Family(pixtral.lighton_tokenizer, pixtral.lighton_ocr_processor, pixtral.lighton_ocr, _QWEN_STOP),
     "llava_pixtral": Family(
         pixtral.pixtral_tokenizer, pixtral.llava_pixtral_processor, pixtral.llava_pixtral, ("</s>",)

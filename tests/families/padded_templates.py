@@ -154,3 +154,40 @@ GEMMA4_TEMPLATE = """\
     {{- '<|turn>model\\n' -}}
 {%- endif -%}
 """
+
+LFM2_SPECIAL = (
+    "<|pad|>",
+    "<|startoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+)
+
+LFM2_NAMED = {
+    "image_token": "<image>",
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail_token": "<|img_thumbnail|>",
+}
+
+LFM2_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['content'] is string -%}
+        {{- message['content'] -}}
+    {%- else -%}
+        {%- for content in message['content'] -%}
+            {%- if content['type'] == 'image' -%}
+                {{- '<image>' -}}
+            {%- elif content['type'] == 'text' -%}
+                {{- content['text'] -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""

@@ -23,6 +23,7 @@ RULES: Mapping[str, Mapping[str, RowRule]] = {
     "gemma4_large": GEMMA4,
     "idefics2": TILED,
     "idefics3": TILED,
+    "lfm2_vl": {r"vision_tower\.head\.": RowRule.NO_EFFECT, "": RowRule.TILES},
     "lighton_ocr": PIXTRAL,
     "llava_pixtral": PIXTRAL,
     "mistral3": PIXTRAL,

@@ -60,6 +60,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         processor=ProcessorNotes(dropped_inputs=("num_patches",), plain_call=True),
     ),
     "kimi_k25": FamilyNotes(),
+    "lfm2_vl": FamilyNotes(),
     "lighton_ocr": FamilyNotes(),
     "llama4": FamilyNotes(encode=llama4.encode, prepare_text=llama4.scale_queries_by_position),
     "llava": FamilyNotes(),
