@@ -11,7 +11,7 @@ import polylens
 
 SOURCE = Path(polylens.__file__).parent
 
-BASE = {"errors", "config", "core", "disk_cache"}
+BASE = {"errors", "config", "core", "disk_cache", "native"}
 ENGINE = BASE | {"adapters", "models", "lora", "engine"}
 
 ALLOWED = {
@@ -19,6 +19,7 @@ ALLOWED = {
     "config": {"errors"},
     "core": {"errors", "config"},
     "disk_cache": set(),
+    "native": {"disk_cache"},
     "adapters": BASE,
     "models": BASE,
     "lora": BASE | {"adapters", "models"},

@@ -58,6 +58,9 @@ class EngineConfig:
     trust_remote_code: bool = False
     apply_mode: ApplyMode = "auto"
     """Force how deltas are applied (tests); "auto" lets the cost model choose."""
+    compile_kernels: bool = True
+    """Whether kernels for decode steps may be compiled here, by the system's C compiler (CPU, float32); without them
+    decoding is slower."""
     max_model_len: int | None = None
     """Most tokens of prompt plus answer; None: the model's own context length."""
     page_tokens: int = DEFAULT_PAGE_TOKENS

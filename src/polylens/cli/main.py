@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from polylens import __version__
-from polylens.cli import batch, demo, inspect, merge, plan, run, serve, verify
+from polylens.cli import batch, bench, demo, inspect, merge, plan, run, serve, verify
 from polylens.errors import PolylensError
 
 EXIT_OK = 0
@@ -40,6 +40,7 @@ for _name, _function, _short_help in (
     ("plan", plan.plan, "Show how memory would be divided for a model."),
     ("merge", merge.merge, "Write a model with one adapter merged into its weights."),
     ("verify", verify.verify, "Check that adapters answer as merged checkpoints do."),
+    ("bench", bench.bench, "Measure speed and memory on this machine."),
     ("demo", demo.demo, "See it work on a tiny model that comes with polylens."),
 ):
     app.command(_name, short_help=_short_help)(_function)

@@ -26,9 +26,12 @@ from polylens.engine.vision import VisionCache, VisionStage, encoder_rows
 from polylens.errors import InternalError, PolylensError, RequestError
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
+from polylens.lora.kernels import choose_factored
 from polylens.lora.layers import WrappedLayers, wrap_layers
+from polylens.lora.linear import make_linears_fast
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
+from polylens.native import compiled_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from polylens.models.loading import LoadedModel
     from polylens.models.probe import ProbeResult
     from polylens.models.processing import PreparedPrompt
+    from polylens.native import Kernels
 
 
 ADAPTER_WAIT_S = 0.01
@@ -77,6 +81,8 @@ class Engine:
         self.config = config
         self.context = RoutingContext(head_layer=loaded.head_name)
         """Whose rows the layers compute, in the forward that runs now."""
+        self._kernels = _kernels(loaded, config)
+        make_linears_fast(loaded.model, *(() if loaded.is_hosted else (loaded.text_model, loaded.head)))
         self.plan = make_plan(loaded, self.context, config)
         self._adapter_files = AdapterFiles(loaded, config)
         self.registry = AdapterStore(
@@ -96,7 +102,7 @@ class Engine:
         self._executor: Executor = (
             HostExecutor(loaded, config, self.context)
             if loaded.is_hosted
-            else PagedExecutor(loaded, config, self.context, self.vision, self.plan.kv_bytes)
+            else PagedExecutor(loaded, config, self.context, self.vision, self.plan.kv_bytes, self._kernels)
         )
         limits = self._executor.limits
         self.max_running = limits.max_running
@@ -166,7 +172,12 @@ class Engine:
             for name, spec in reachable.items()
         )
         self._wrapped = wrap_layers(
-            self.loaded.model, reachable.values(), self.context, probe.rules, CostModel(self.config.apply_mode)
+            self.loaded.model,
+            reachable.values(),
+            self.context,
+            probe.rules,
+            CostModel(self.config.apply_mode),
+            choose_factored(self.loaded.device, self._kernels),
         )
         self.probe = probe
 
@@ -343,6 +354,12 @@ class Engine:
         self.registry.close()
         if self._wrapped is not None:
             self._wrapped.unwrap()
+
+
+def _kernels(loaded: LoadedModel, config: EngineConfig) -> Kernels | None:
+    """The compiled kernels where they serve: on a CPU, in float32."""
+    serve = loaded.device.type == "cpu" and loaded.dtype is torch.float32
+    return compiled_kernels() if serve and config.compile_kernels else None
 
 
 def _without_undivided(

@@ -51,6 +51,9 @@ class PagedKV:
     def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._keys[layer][slots_c], self._values[layer][slots_c]
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys[layer], self._values[layer]
+
     def slots(self, page_table: list[int], start: int, stop: int) -> torch.Tensor:
         """Slots of a sequence's tokens [start, stop), (stop - start,)."""
         positions = torch.arange(start, stop)
@@ -68,6 +71,9 @@ class _ShapeRecorder:
         self.layers[layer] = LayerKV((k_tge.shape[1], k_tge.shape[2]), (v_tge.shape[1], v_tge.shape[2]))
 
     def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("a one-token sequence has no context to read")
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("a one-token sequence has no context to read")
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from polylens.models.features import ItemFeatures
     from polylens.models.loading import LoadedModel
     from polylens.models.processing import PreparedPrompt
+    from polylens.native import Kernels
 
 
 MAX_STATE_SHARE = 0.5
@@ -50,9 +51,15 @@ class PagedExecutor:
     """Encodes the pictures a step needs, then runs the text model over all its entries at once."""
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, context: RoutingContext, vision: VisionStage, kv_bytes: int
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        context: RoutingContext,
+        vision: VisionStage,
+        kv_bytes: int,
+        kernels: Kernels | None = None,
     ) -> None:
-        """kv_bytes: for KV pages, and the states that sequences carry beside them."""
+        """kv_bytes: for KV pages, and the states that sequences carry beside them. kernels: for decode steps."""
         text = TextRunner(loaded)
         with torch.inference_mode():
             layers, state_bytes = measure_kv(text, position_rows(loaded.inner))
@@ -73,7 +80,7 @@ class PagedExecutor:
         )
         self._two_way = loaded.two_way
         self._vision = vision
-        self._runner = Runner(text, kv, context)
+        self._runner = Runner(text, kv, context, kernels)
         self._media: dict[str, _Media] = {}
 
     def start(self, seq: sequence.Sequence, prompt: PreparedPrompt) -> None:

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from polylens.lora.context import RoutingContext
     from polylens.models.features import ItemFeatures
     from polylens.models.recurrent import CarriedState
+    from polylens.native import Kernels
 
 
 class Runner:
     """Runs the text model over the entries of a step (prefill chunks and decodes mixed)."""
 
-    def __init__(self, text: TextRunner, kv: PagedKV, context: RoutingContext) -> None:
+    def __init__(self, text: TextRunner, kv: PagedKV, context: RoutingContext, kernels: Kernels | None = None) -> None:
         self._text = text
         self._kv = kv
         self._context = context
+        self._kernels = kernels
 
     def run(self, entries: Sequence[StepEntry], features: Mapping[str, ItemFeatures]) -> torch.Tensor:
         """Compute the entries; returns (s, vocab) float32 logits of those that reach their sequence's end.
@@ -78,6 +80,7 @@ class Runner:
             self._text.two_way_in_windows_only,
             carried=self._carried(entries),
             only_rows=self._context.only_rows,
+            kernels=self._kernels,
         )
 
 

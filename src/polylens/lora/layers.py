@@ -20,6 +20,8 @@ from polylens.errors import InternalError, ModelLoadError, PolylensError, RowRul
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel, Way
 from polylens.lora.experts import ExpertsModule
+from polylens.lora.kernels import ApplyFactored
+from polylens.lora.linear import PLAIN_FORWARDS
 from polylens.lora.modules import EmbeddingModule, HeadNormModule, RowsModule, SpecialModule, with_parameters
 from polylens.lora.ops import Scratch, apply_factored_, apply_fused_
 from polylens.lora.routing import DeltaRows
@@ -72,16 +74,18 @@ def wrap_layers(
     ctx: RoutingContext,
     rules: Mapping[str, RowRule],
     cost: CostModel,
+    apply_factored: ApplyFactored = apply_factored_,
 ) -> WrappedLayers:
     """Make the layers of `model` named by `specs` add the deltas that `ctx` routes to them.
 
     rules: row rule of tower and connector layers by name; a layer without one counts as UNPROVEN. Rules
-    of language layers are not used: they see the rows that `ctx.text` is given. Raises ModelLoadError
-    for a spec that does not fit the model, and leaves the model as it was.
+    of language layers are not used: they see the rows that `ctx.text` is given. apply_factored: how the factored
+    way is computed (`kernels.choose_factored`). Raises ModelLoadError for a spec that does not fit the model, and
+    leaves the model as it was.
     """
     scratch = Scratch()
     wrapped = WrappedLayers(ctx, scratch)
-    core = [_Layer(spec, rules.get(spec.name, RowRule.UNPROVEN), ctx, cost, scratch) for spec in specs]
+    core = [_Layer(spec, rules.get(spec.name, RowRule.UNPROVEN), ctx, cost, scratch, apply_factored) for spec in specs]
     try:
         factored_only = [layer.spec.name for layer in core if not _wrap_linear(model, layer, wrapped)]
         _wrap_matmuls(model, core, wrapped)
@@ -99,12 +103,21 @@ def wrap_layers(
 class _Layer:
     """What linear and matmul layers share: ask for the rows, choose the way, compute."""
 
-    def __init__(self, spec: LayerSpec, rule: RowRule, ctx: RoutingContext, cost: CostModel, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        rule: RowRule,
+        ctx: RoutingContext,
+        cost: CostModel,
+        scratch: Scratch,
+        apply_factored: ApplyFactored,
+    ) -> None:
         self.spec = spec
         self.rule = rule
         self.ctx = ctx
         self._cost = cost
         self._scratch = scratch
+        self._apply_factored = apply_factored
         self._in_first = spec.kind is LayerKind.MATMUL
 
     def rows_of(self, x: torch.Tensor) -> tuple[DeltaRows[Change], ...]:
@@ -125,7 +138,8 @@ class _Layer:
         """The base layer's output `y` of `x` with the deltas added, in place where its layout allows."""
         y = y.contiguous()
         spec = self.spec
-        apply_factored_(x.reshape(-1, spec.in_features), y.view(-1, spec.out_features), _in_dtype(rows, y.dtype))
+        x_ti, y_to = x.reshape(-1, spec.in_features), y.view(-1, spec.out_features)
+        self._apply_factored(x_ti, y_to, _in_dtype(rows, y.dtype))
         return y
 
     def fused(
@@ -200,7 +214,7 @@ def _wrap_linear(model: nn.Module, layer: _Layer, wrapped: WrappedLayers) -> boo
         raise ModelLoadError(f"layer {layer.spec.name} is a {type(module).__name__}, not an nn.Linear")
     _check_shape(layer.spec, (module.out_features, module.in_features), in_first=False)
     _refuse_twice(module, layer.spec)
-    plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+    plain = type(module).forward in PLAIN_FORWARDS and "forward" not in module.__dict__
     linear = _PlainLinear(module, layer) if plain else _OpaqueLinear(module, layer)
     wrapped._replace_forward(module, linear.forward)
     return plain

@@ -28,14 +28,15 @@ class Scratch:
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def like(self, weight: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor of the weight's shape, valid until the next call for its device and dtype."""
+        """An uninitialised tensor, shaped and ordered as the weight; valid until the next call for device and dtype."""
         key = (weight.device, weight.dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < weight.numel():
             self._buffers.pop(key, None)
             del buffer  # before the larger one is allocated, so that both never exist at once
             buffer = self._buffers[key] = torch.empty(weight.numel(), device=weight.device, dtype=weight.dtype)
-        return buffer[: weight.numel()].view(weight.shape)
+        flat = buffer[: weight.numel()]
+        return flat.view(weight.shape) if weight.is_contiguous() else flat.view(weight.t().shape).t()
 
     @property
     def num_bytes(self) -> int:

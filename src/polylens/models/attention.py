@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from polylens.models.recurrent import CarriedState
+    from polylens.native import Kernels
 
 ATTENTION_NAME = "polylens_ragged"
 
@@ -41,6 +42,9 @@ class KVStore(Protocol):
 
     def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (c, g, e) of the given slots."""
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (slots, g, e) of all slots, contiguous: for kernels that read them where they lie."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class RaggedBatch:
 
     spans_in_windows_only: whether only sliding-window layers look both ways within spans. carried: each sequence's
     state, for models whose layers carry one (`recurrent`). only_rows: opened around calls that see only these
-    [start, stop) ranges of the rows.
+    [start, stop) ranges of the rows. kernels: compiled ones for sequences that decode, if there are any.
     """
 
     sequences: Sequence[SequenceRows]
@@ -112,6 +116,7 @@ class RaggedBatch:
     spans_in_windows_only: bool = False
     carried: Sequence[CarriedState] = ()
     only_rows: Callable[[Sequence[tuple[int, int]]], AbstractContextManager[Any]] = nullcontext
+    kernels: Kernels | None = None
     masks: dict[tuple[int, Reach], torch.Tensor | None] = field(default_factory=dict)
 
     def positions_t(self, device: torch.device) -> torch.Tensor:
@@ -162,7 +167,10 @@ def ragged_attention(
         query = query * scale(batch.positions_t(query.device))[:, None].to(query.dtype)
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     reach = Reach.of(module, layer, sliding_window)
+    done = _attend_decoding(query, out, batch, source, scaling, reach)
     for index, rows in enumerate(batch.sequences):
+        if index in done:
+            continue
         q = query[:, :, rows.start : rows.stop]
         attended = _attend(q, key, value, batch, index, source, scaling, reach)
         out[:, rows.start : rows.stop] = attended.transpose(1, 2)
@@ -176,6 +184,27 @@ def _layer_of_keys(module: torch.nn.Module, layer: int) -> int:
     config: Any = module.config
     kinds = config.layer_types
     return max(i for i in range(len(kinds) - config.num_kv_shared_layers) if kinds[i] == kinds[layer])
+
+
+def _attend_decoding(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    batch: RaggedBatch,
+    layer: int,
+    scaling: float | None,
+    reach: Reach,
+) -> frozenset[int]:
+    """Attention of all sequences that decode, by the compiled kernel; which they are (none without the kernel)."""
+    if batch.kernels is None or query.dtype is not torch.float32 or query.stride(-1) != 1:
+        return frozenset()
+    # A first token has no cached context: rare, and the general way needs no page for it.
+    done = {i: rows for i, rows in enumerate(batch.sequences) if rows.num_rows == 1 and rows.first_position > 0}
+    if done:
+        keys_sge, values_sge = batch.store.layer(layer)
+        seen = [(rows.start, rows.slots_c[reach.first_seen(rows.num_context - 1) :]) for rows in done.values()]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        batch.kernels.decode_attention_(out[0], query[0].transpose(0, 1), keys_sge, values_sge, seen, scale)
+    return frozenset(done)
 
 
 def _attend(

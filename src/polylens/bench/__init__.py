@@ -1,0 +1,1 @@
+"""What `polylens bench` measures: one question a function, every answer one JSON line."""

@@ -1,0 +1,9 @@
+"""C kernels for a CPU's decode steps (`kernels.c`), compiled once a machine with the system's C compiler.
+
+Torch's calls cost more than their arithmetic where each of eight adapters has one row, and its attention reads the
+keys once for every query head. Without a compiler everything runs as well, slower.
+"""
+
+from polylens.native.library import Kernels, compiled_kernels
+
+__all__ = ["Kernels", "compiled_kernels"]

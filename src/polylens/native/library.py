@@ -1,0 +1,163 @@
+"""Compile `kernels.c`, keep the result, call it with tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from polylens.disk_cache import default_cache_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+COMPILE_S = 60
+"""The compiler takes half a second; one that hangs must not hold up a start."""
+
+_SEGMENT = struct.Struct("@PPfiii")
+_DECODING = struct.Struct("@Pii")
+"""As in kernels.c, without gaps."""
+
+
+class Kernels:
+    """The compiled kernels. Callers see to dtypes (float32), shapes and contiguity: C reads by address."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        p, i, n, f, table = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_char_p
+        self._factored = library.polylens_factored
+        self._factored.argtypes, self._factored.restype = [p, p, i, i, table, i, p, i], None
+        self._attention = library.polylens_decode_attention
+        self._attention.argtypes = [p, n, n, p, p, p, table, i, i, i, i, i, f, i]
+        self._attention.restype = None
+
+    def factored_(
+        self,
+        x_ti: torch.Tensor,
+        y_to: torch.Tensor,
+        segments: Sequence[tuple[torch.Tensor, torch.Tensor, float, int, int]],
+    ) -> None:
+        """y[start:stop] += scaling (x[start:stop] Aᵀ) Bᵀ for every (A (r, i), B (o, r), scaling, start, stop)."""
+        num_values = sum((stop - start) * a.shape[0] for a, _, _, start, stop in segments)
+        table = b"".join(
+            _SEGMENT.pack(a.data_ptr(), b.data_ptr(), scaling, a.shape[0], start, stop)
+            for a, b, scaling, start, stop in segments
+        )
+        h = torch.empty(num_values, dtype=torch.float32)
+        self._factored(
+            x_ti.data_ptr(),
+            y_to.data_ptr(),
+            x_ti.shape[1],
+            y_to.shape[1],
+            table,
+            len(segments),
+            h.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def decode_attention_(
+        self,
+        out_the: torch.Tensor,
+        q_the: torch.Tensor,
+        keys_sge: torch.Tensor,
+        values_sge: torch.Tensor,
+        sequences: Sequence[tuple[int, torch.Tensor]],
+        scale: float,
+    ) -> None:
+        """out[row] = softmax(scale q[row] kᵀ) v over the slots of each (row, slots (c,) int64): heads of a group, h / g
+        neighbours, share keys and values. q may have any strides but 1 in the last; the others are contiguous."""
+        table = b"".join(_DECODING.pack(slots_c.data_ptr(), row, slots_c.shape[0]) for row, slots_c in sequences)
+        self._attention(
+            q_the.data_ptr(),
+            q_the.stride(0),
+            q_the.stride(1),
+            out_the.data_ptr(),
+            keys_sge.data_ptr(),
+            values_sge.data_ptr(),
+            table,
+            len(sequences),
+            q_the.shape[1],
+            keys_sge.shape[1],
+            keys_sge.shape[2],
+            values_sge.shape[2],
+            scale,
+            torch.get_num_threads(),
+        )
+
+
+@functools.cache
+def compiled_kernels() -> Kernels | None:
+    """The kernels for this machine; None, told in the log, where they cannot be compiled."""
+    try:
+        return Kernels(ctypes.CDLL(str(_library())))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("decoding runs without compiled kernels, so slower: %s", error)
+        return None
+
+
+def _library() -> Path:
+    """The compiled file, made unless this machine has made it before."""
+    compiler = _compiler()
+    facts = (SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, platform.machine(), _processor())
+    name = f"kernels-{hashlib.sha256(repr(facts).encode()).hexdigest()}.so"
+    folder = _writable(default_cache_dir() / "native")
+    if not (folder / name).is_file():
+        _compile(compiler, folder / name)
+    return folder / name
+
+
+def _writable(folder: Path) -> Path:
+    """`folder`, or one for this process only where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="polylens-native-"))
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise FileNotFoundError("no C compiler (cc, gcc, clang or $CC) was found")
+
+
+def _compile(compiler: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        made = Path(temporary) / target.name
+        done = subprocess.run(
+            [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"],
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_S,
+            check=False,
+        )
+        if done.returncode:
+            raise OSError(f"{compiler} failed: {' '.join(done.stderr.split())[:300]}")
+        os.replace(made, target)
+
+
+def _processor() -> str:
+    """What `-march=native` depends on, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
