@@ -176,6 +176,27 @@ def test_registered_adapters_are_read_when_asked_for(server: Local, shop: Shop, 
     server.settle()
 
 
+def test_thousands_may_be_registered(server: Local, shop: Shop, engine: Engine):
+    names = [f"one-of-many-{number}" for number in range(3000)]
+    before = engine.registry.stats()
+    for name in names:
+        engine.registry.register(name, shop.spare)
+    load(server, "new", shop.spare)
+    assert text(server, names[1234]) == text(server, "new")
+    assert len(server.http.get("/v1/models").json()["data"]) >= 3000
+    stats = server.http.get("/stats").json()
+    assert stats["registered"] >= 3000
+    assert len(stats["adapters"]) == 200
+    assert {"eyes", "words", "new", names[1234]} <= {card["name"] for card in stats["adapters"]}
+    assert engine.registry.stats().num_reads == before.num_reads + 2
+    answer = server.http.post(CHAT, json={"model": "nobody", "messages": ask(QUESTION)}).json()
+    assert "more" in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 1000
+    for name in [*names, "new"]:
+        engine.registry.unload(name)
+    server.settle()
+
+
 def test_folders_become_names(shop: Shop, tmp_path: Path):
     shutil.copytree(shop.spare, tmp_path / "a" / "b")
     shutil.copytree(shop.spare, tmp_path / "c")

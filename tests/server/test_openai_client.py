@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -242,6 +244,16 @@ def test_metrics_count(live: ServerProcess, client: OpenAI):
         assert f'polylens_{name}_count{{adapter="eyes"}}' in text
     assert 'polylens_requests_total{adapter="eyes",status="200"}' in text
     assert "polylens_kv_pages " in text
+
+
+def test_every_documented_metric_is_there(live: ServerProcess):
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    rows = page.partition("## What to watch")[2].partition("## Under load")[0]
+    named = re.findall(r"`(polylens_\w+)", rows)
+    text = httpx.get(f"{live.url}/metrics").text
+    assert len(named) > 20
+    for name in named:
+        assert re.search(rf"^# TYPE {name} ", text, re.MULTILINE), name
 
 
 def test_the_log_has_no_prompts(live: ServerProcess, client: OpenAI):

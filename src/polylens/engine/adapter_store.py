@@ -16,12 +16,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from polylens.adapters.load import check_adapter_name
+from polylens.engine.adapter_residents import Residents
 from polylens.engine.adapter_tiers import Entry
 from polylens.errors import AdapterConflictError, AdapterError, InternalError, UnknownAdapterError
 
@@ -114,10 +115,7 @@ class AdapterStore:
     ) -> None:
         self._read = read
         self._place = place
-        self._device_bytes = device_bytes
-        self._host_bytes = host_bytes
         self._shared_memory = shared_memory
-        self._patience_s = patience_s
         self._clock = clock
         self._mover = ThreadPoolExecutor(1, "polylens-adapter-tiers")
         self._loading = threading.Lock()
@@ -128,10 +126,8 @@ class AdapterStore:
         self._entries: dict[str, Entry] = {}
         self._retired: dict[Entry, Future[int]] = {}
         self._by_adapter: dict[Adapter, Entry] = {}
-        self._held: dict[Entry, None] = {}
-        """Those that hold memory somewhere, few where thousands are registered."""
+        self._held = Residents(device_bytes, host_bytes, patience_s, clock)
         self._failed: list[Entry] = []
-        self._claim: tuple[Entry, float] | None = None
         self._ticks = itertools.count(1)
         self._num_reads = self._num_moves_in = self._num_moves_out = 0
         self._moves_in_s = 0.0
@@ -258,15 +254,15 @@ class AdapterStore:
     def resident_bytes(self) -> int:
         """Bytes of all adapters in memory: those with a name, and those only leases keep."""
         with self._lock:
-            return self._bytes_on_device() + self._bytes_on_host()
+            return self._held.device_bytes + self._held.host_bytes
 
     def stats(self) -> StoreStats:
         with self._lock:
             return StoreStats(
                 num_registered=len(self._entries),
                 num_on_device=sum(entry.on_device for entry in self._held),
-                device_bytes=self._bytes_on_device(),
-                host_bytes=self._bytes_on_host(),
+                device_bytes=self._held.device_bytes,
+                host_bytes=self._held.host_bytes,
                 num_reads=self._num_reads,
                 num_moves_in=self._num_moves_in,
                 num_moves_out=self._num_moves_out,
@@ -288,7 +284,7 @@ class AdapterStore:
             if not entry.on_device:
                 self._ask_for(entry)
                 return False
-            if entry in self._leaving():
+            if entry in self._held.leaving():
                 return False
             entry.num_users += 1
             entry.fresh = False
@@ -322,15 +318,7 @@ class AdapterStore:
     def check_integrity(self) -> None:
         """Raise InternalError unless users hold leases and are on the device, within the budget."""
         with self._lock:
-            for entry in {**self._held, **dict.fromkeys((*self._by_adapter.values(), *self._retired))}:
-                if (entry in self._held) != (entry.on_device or entry.coming or entry.host is not None):
-                    raise InternalError(f"adapter {entry.name!r}: whether it holds memory is not known")
-                if not 0 <= entry.num_users <= entry.num_leases:
-                    raise InternalError(f"adapter {entry.name!r}: {entry.num_users} users, {entry.num_leases} leases")
-                if entry.num_users and not entry.on_device:
-                    raise InternalError(f"adapter {entry.name!r}: used but not on the device")
-            if self._device_bytes is not None and self._bytes_on_device() > self._device_bytes:
-                raise InternalError(f"{self._bytes_on_device()} adapter bytes on the device of {self._device_bytes}")
+            self._held.check_integrity((*self._by_adapter.values(), *self._retired))
 
     # ---- moving (lock held, but where it says otherwise)
 
@@ -341,50 +329,27 @@ class AdapterStore:
         if self._make_room(entry):
             self._set_aside(entry)
             self._mover.submit(self._bring_in, entry)
-        elif self._claim is None or self._claim[0].num_leases == 0:
-            self._claim = (entry, self._clock())
-
-    def _leaving(self) -> Collection[Entry]:
-        """The adapters that take no new sequences, as an old claim needs their room."""
-        if self._claim is None:
-            return ()
-        claimant, since = self._claim
-        if claimant.num_leases == 0 or claimant.coming or claimant.on_device:
-            self._claim = None
-            return ()
-        if self._clock() - since < self._patience_s:
-            return ()
-        others = [one for one in self._held if one.on_device and not one.pinned]
-        return _enough(sorted(others, key=lambda one: one.came_at), self._missing_bytes(claimant))
+        else:
+            self._held.claim(entry)
 
     def _make_room(self, entry: Entry) -> bool:
         """Put idle adapters out until `entry` fits; False, and nothing done, if they are not enough."""
-        idle = sorted((one for one in self._held if one.is_idle), key=lambda one: one.last_used)
-        missing = self._missing_bytes(entry)
-        chosen = _enough(idle, missing)
-        if sum(one.num_bytes for one in chosen) < missing:
-            return False
-        for one in chosen:
+        leaving = self._held.replaceable_by(entry)
+        for one in leaving or ():
             self._put_out(one)
-        return True
-
-    def _missing_bytes(self, entry: Entry) -> int:
-        if self._device_bytes is None:
-            return 0
-        return max(0, self._bytes_on_device() + entry.num_bytes - self._device_bytes)
+        return leaving is not None
 
     def _set_aside(self, entry: Entry) -> None:
         entry.coming = True
-        self._note(entry)
+        self._held.note(entry)
         self._by_adapter[_adapter(entry)] = entry
-        if self._claim is not None and self._claim[0] is entry:
-            self._claim = None
+        self._held.meet(entry)
 
     def _put_out(self, entry: Entry) -> None:
         if entry.on_device:
             entry.deltas.placed = None
             self._num_moves_out += 1
-            self._note(entry)
+            self._held.note(entry)
 
     def _bring_in(self, entry: Entry) -> None:
         """Without the lock: copy an adapter, whose room is set aside, to the device. Errors wait in the entry."""
@@ -401,7 +366,7 @@ class AdapterStore:
             with self._lock:
                 entry.coming, entry.error = False, error
                 self._failed.append(entry)
-                self._note(entry)
+                self._held.note(entry)
                 self._drop_if_released(entry)
                 self._lock.notify_all()
             return
@@ -412,7 +377,7 @@ class AdapterStore:
             self._moves_in_s += self._clock() - began
             if self._shared_memory:
                 entry.host = None
-            self._note(entry)
+            self._held.note(entry)
             self._trim_host(entry)
             self._drop_if_released(entry)
             self._lock.notify_all()
@@ -443,17 +408,16 @@ class AdapterStore:
         """Without the lock: forget an entry that has not got its name."""
         with self._lock:
             entry.host = None
-            self._note(entry)
+            self._held.note(entry)
 
     def _trim_host(self, newest: Entry) -> None:
         """Forget copies in CPU memory, the longest unused first, until they fit; the files are still there."""
-        if self._host_bytes is None:
+        if self._held.host_budget is None:
             return
         newest.last_used = next(self._ticks)
-        copies = sorted((one for one in self._held if one.host is not None), key=lambda one: one.last_used)
-        for one in _enough(copies, self._bytes_on_host() - self._host_bytes):
+        for one in self._held.beyond_host_budget():
             one.host = None
-            self._note(one)
+            self._held.note(one)
 
     # ---- reading (without the lock)
 
@@ -480,15 +444,16 @@ class AdapterStore:
             self._trim_host(entry)
 
     def _check_fits(self, entry: Entry) -> None:
-        if self._device_bytes is not None and entry.num_bytes > self._device_bytes:
+        budget = self._held.device_budget
+        if budget is not None and entry.num_bytes > budget:
             raise AdapterError(
                 f"adapter {entry.name!r} needs {entry.num_bytes} bytes on the device; the budget for adapters is "
-                f"{self._device_bytes}"
+                f"{budget}"
             )
 
     def _has_room(self, entry: Entry) -> bool:
         with self._lock:
-            return self._missing_bytes(entry) == 0
+            return self._held.missing_bytes(entry) == 0
 
     # ---- entries (lock held)
 
@@ -503,20 +468,7 @@ class AdapterStore:
 
     def _install_read(self, entry: Entry) -> None:
         self._by_adapter[_adapter(entry)] = entry
-        self._note(entry)
-
-    def _note(self, entry: Entry) -> None:
-        """Keep `_held` true after a change of what `entry` holds."""
-        if entry.on_device or entry.coming or entry.host is not None:
-            self._held[entry] = None
-        else:
-            self._held.pop(entry, None)
-
-    def _bytes_on_device(self) -> int:
-        return sum(entry.num_bytes for entry in self._held if entry.on_device or entry.coming)
-
-    def _bytes_on_host(self) -> int:
-        return sum(entry.num_bytes for entry in self._held if entry.host is not None)
+        self._held.note(entry)
 
     def _retire(self, entry: Entry) -> Future[int]:
         released: Future[int] = Future()
@@ -539,7 +491,7 @@ class AdapterStore:
         freed = entry.num_bytes * ((entry.host is not None) + entry.on_device)
         self._put_out(entry)
         entry.host = None
-        self._note(entry)
+        self._held.note(entry)
         if entry.adapter is not None:
             self._by_adapter.pop(entry.adapter, None)
         released.set_result(freed)
@@ -557,14 +509,3 @@ def _as_adapter_error(entry: Entry) -> AdapterError:
     error = AdapterError(f"adapter {entry.name!r} could not be brought in: {entry.error}")
     error.__cause__ = entry.error
     return error
-
-
-def _enough(entries: Collection[Entry], num_bytes: int) -> list[Entry]:
-    """The first entries that together have so many bytes; all where they have fewer."""
-    chosen: list[Entry] = []
-    for entry in entries:
-        if num_bytes <= 0:
-            break
-        chosen.append(entry)
-        num_bytes -= entry.num_bytes
-    return chosen

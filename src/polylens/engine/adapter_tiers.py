@@ -87,6 +87,11 @@ class Entry:
         return 0 if self.adapter is None else self.adapter.num_bytes
 
     @property
+    def holds_memory(self) -> bool:
+        """Whether it has bytes anywhere, or bytes set aside for it."""
+        return self.on_device or self.coming or self.host is not None
+
+    @property
     def is_idle(self) -> bool:
         """Whether it may leave the device now."""
         waited_for = self.fresh and self.num_leases > 0

@@ -13,12 +13,12 @@ import os
 import queue
 import threading
 import time
-from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from polylens.engine.copies import request_copies
 from polylens.engine.handle import Queued, RequestHandle, RequestTimes
+from polylens.engine.outbox import Outbox
 from polylens.engine.stats import EngineStats, collect
 from polylens.errors import (
     AbortedError,
@@ -78,7 +78,7 @@ class EngineThread:
         self._workers = ThreadPoolExecutor(num_workers, "polylens-prepare")
         self._loaders = ThreadPoolExecutor(1, "polylens-adapters")
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, Event]]] = defaultdict(list)
+        self._outbox = Outbox()
         self._followers: dict[RequestHandle, list[tuple[RequestHandle, PreparedRequest]]] = {}
         """By the first copy of a request, the others while they wait for its prompt to be computed."""
         self._thread = threading.Thread(target=self._run, name="polylens-engine", daemon=True)
@@ -192,7 +192,7 @@ class EngineThread:
 
         Copy k draws from seed + k where there is a seed, and is called "ID-k" where the request has an id.
         """
-        requests = _copies(request, count)
+        requests = request_copies(request, count)
         handles: list[RequestHandle] = []
         now = time.monotonic()
         deadline = None if deadline_s is None else now + deadline_s
@@ -410,19 +410,13 @@ class EngineThread:
             self._lock.notify_all()
 
     def _send(self, handle: RequestHandle, event: Event) -> None:
-        self._outbox[handle.loop].append((handle, event))
+        self._outbox.put(handle, event)
 
     def _flush(self) -> None:
         """Hand the events of this turn to their loops, one call a loop."""
-        outbox, self._outbox = self._outbox, defaultdict(list)
-        for loop, events in outbox.items():
-            try:
-                loop.call_soon_threadsafe(_hand_out, events)
-            except RuntimeError:
-                # The loop is closed: nobody is left to read these answers.
-                for handle, _ in events:
-                    self._end(handle, AbortedError("the loop of the request's caller is closed"))
-                self._outbox.pop(loop, None)
+        for handle in self._outbox.flush():
+            self._end(handle, AbortedError("the loop of the request's caller is closed"))
+            self._outbox.drop(handle.loop)
 
     def _refresh_stats(self) -> None:
         now = time.monotonic()
@@ -481,30 +475,10 @@ class EngineThread:
             return
 
 
-def _copies(request: Request, count: int) -> list[Request]:
-    """The requests for `count` answers to one: different seeds and ids."""
-    if count == 1:
-        return [request]
-    seed, name = request.sampling.seed, request.request_id
-    return [
-        replace(
-            request,
-            sampling=request.sampling if seed is None else replace(request.sampling, seed=(seed + index) % 2**63),
-            request_id=None if name is None else f"{name}-{index}",
-        )
-        for index in range(count)
-    ]
-
-
 def _internal(error: Exception) -> InternalError:
     wrapped = InternalError(f"preparing the request failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def _hand_out(events: Sequence[tuple[RequestHandle, Event]]) -> None:
-    for handle, event in events:
-        handle.receive(event)
 
 
 def _nothing() -> None:
