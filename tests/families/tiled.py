@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from tests.families import anyres, crops
+from tests.families.deepseek_ocr2 import deepseek_ocr2, deepseek_ocr2_processor, deepseek_ocr2_tokenizer
 from tests.families.paligemma import paligemma, paligemma_processor, paligemma_tokenizer
 from tests.families.recipes import Family, text_config
 from tests.families.tokenizers_and_templates import (
@@ -152,4 +153,5 @@ TILED: Mapping[str, Family] = {
     "ovis2": Family(crops.ovis2_tokenizer, crops.ovis2_processor, crops.ovis2, CHATML_STOP),
     "got_ocr2": Family(crops.got_tokenizer, crops.got_ocr2_processor, crops.got_ocr2, CHATML_STOP, needs_picture=True),
     "llama4": Family(crops.llama4_tokenizer, crops.llama4_processor, crops.llama4, ("<|eot|>",)),
+    "deepseek_ocr2": Family(deepseek_ocr2_tokenizer, deepseek_ocr2_processor, deepseek_ocr2, ("<eos>",)),
 }

@@ -123,6 +123,7 @@ def _got_text(num_pictures: int, text: str) -> str:
 
 
 _PLAIN = {
+    "DeepseekOcr2Processor": lambda num_pictures, text: "<image>\n" * num_pictures + text,
     "GotOcr2Processor": _got_text,
     "Florence2Processor": lambda num_pictures, text: text,
     "PaliGemmaProcessor": lambda num_pictures, text: "<image>" * num_pictures + text,

@@ -57,6 +57,15 @@ def test_a_picture_with_company_is_another_item(processing_of: ProcessingOf) -> 
     assert alone.tensors["pixel_values"].shape[1] > together.tensors["pixel_values"].shape[1] == 1
 
 
+def test_a_small_picture_has_no_tiles_beside_its_view(processing_of: ProcessingOf) -> None:
+    prompt = processing_of("deepseek_ocr2").prepare(user(A, B, "read"))
+    assert ["pixel_values_local" in item.tensors for item in prompt.items] == [False, True]
+    assert [item.num_tokens for item in prompt.items] == [
+        145,
+        145 + 144 * len(prompt.items[1].tensors["pixel_values_local"]),
+    ]
+
+
 @pytest.mark.parametrize("family", ["got_ocr2", "paligemma"])
 def test_a_picture_is_needed(family: str, processing_of: ProcessingOf) -> None:
     with pytest.raises(RequestError, match="images"):

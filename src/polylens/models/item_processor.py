@@ -135,8 +135,8 @@ def _fixed_options(real: Any, items: Sequence[MediaItem]) -> dict[str, Any]:
 def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Several items' outputs as one call would return them."""
     packed: dict[str, Any] = {}
-    for name in outputs[0]:
-        values = [output[name] for output in outputs]
+    for name in dict.fromkeys(name for output in outputs for name in output):
+        values = [output[name] for output in outputs if name in output]
         if name.startswith("pixel_"):  # pixels and their masks
             packed[name] = PixelRows(row for value in values for row in (value if value.dim() > 2 else [value]))
         elif isinstance(values[0], torch.Tensor):

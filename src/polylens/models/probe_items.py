@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +35,31 @@ _TILES = (1, 2, 1)
 
 def synthetic_items(processing: Processing) -> list[list[ProcessedItem]]:
     """One batch of items per kind of media the model takes: pictures, and videos where it has them."""
-    batches = [_smallest_unequal(lambda side: [_picture(processing, side, index) for index in range(NUM_ITEMS)])]
+    large = _picture(processing, _SIDES[-1], NUM_ITEMS - 1)  # it may have tensors that small ones lack: its tiles
+    batches = [
+        _smallest_unequal(
+            lambda side: [_picture(processing, side, index) for index in range(NUM_ITEMS)], large.tensors.keys()
+        )
+    ]
     if processing.takes_videos:
         batches.append(_smallest_unequal(lambda side: [_video(processing, side, index) for index in range(NUM_ITEMS)]))
     return [_with_unequal_tiles(batch) for batch in batches]
 
 
-def _smallest_unequal(make: Callable[[int], list[ProcessedItem]]) -> list[ProcessedItem]:
-    """The first batch whose items differ in size; the smallest batch where none does."""
-    first = make(_SIDES[0])
+def _smallest_unequal(make: Callable[[int], list[ProcessedItem]], needed: Collection[str] = ()) -> list[ProcessedItem]:
+    """The first batch whose items differ in size; the smallest batch where none does.
+
+    needed: names of tensors that at least two items must have.
+    """
+    batches = (batch for batch in map(make, _SIDES) if _have(batch, needed))
+    first = next(batches)
     if _is_unequal(first) or _is_tiled(first):
         return first
-    return next((batch for batch in map(make, _SIDES[1:]) if _is_unequal(batch)), first)
+    return next(filter(_is_unequal, batches), first)
+
+
+def _have(items: Sequence[ProcessedItem], names: Collection[str]) -> bool:
+    return all(sum(name in item.tensors for item in items) > 1 for name in names)
 
 
 def _is_unequal(items: Sequence[ProcessedItem]) -> bool:

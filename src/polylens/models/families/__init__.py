@@ -14,10 +14,10 @@ from polylens.models.families import (
     llama4,
     llava_onevision,
     ovis2,
-    paligemma,
     video_llama_3,
 )
 from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
+from polylens.models.families.plain_text import plain_template
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +30,10 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "ernie4_5_vl_moe": FamilyNotes(
         text_arguments=ernie4_5_vl_moe.text_arguments,
         not_adaptable={r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only"},
+    ),
+    "deepseek_ocr2": FamilyNotes(
+        # the model's plain form: no roles, a picture on a line of its own
+        processor=ProcessorNotes(chat_template=plain_template("DeepSeek-OCR 2", "<image>\\n")),
     ),
     "florence2": FamilyNotes(
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
@@ -81,7 +85,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "paligemma": FamilyNotes(
         two_way=TwoWay.PROMPT,
         first_position=1,
-        processor=ProcessorNotes(chat_template=paligemma.TEMPLATE),
+        processor=ProcessorNotes(chat_template=plain_template("PaliGemma", "<image>")),
     ),
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),

@@ -42,8 +42,12 @@ TextArguments = Callable[["TextStep"], dict[str, Any]]
 
 
 def pad_and_concat(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate along the first dimension; the others are padded with zeros to the largest item's."""
-    return {name: _padded([item[name] for item in items]) for name in items[0]}
+    """Concatenate along the first dimension; the others are padded with zeros to the largest item's.
+
+    An item may lack a tensor (DeepSeek-OCR 2's small pictures have no tiles).
+    """
+    names = dict.fromkeys(name for item in items for name in item)
+    return {name: _padded([item[name] for item in items if name in item]) for name in names}
 
 
 def _padded(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,14 +1,20 @@
-"""PaliGemma: a prefix-LM trained on one task text after its pictures, without a chat template."""
+"""A chat template for families trained on one task text after its pictures, which have none: PaliGemma and kin."""
 
 from __future__ import annotations
 
-TEMPLATE = (
+
+def plain_template(family: str, picture: str) -> str:
+    """All pictures, each written as `picture`, then the texts by lines; earlier answers are refused."""
+    return _TEMPLATE.replace("FAMILY", family).replace("PICTURE", picture)
+
+
+_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] not in ('system', 'user') -%}"
-    "{{ raise_exception('PaliGemma answers one task text; it takes no earlier answers') }}"
+    "{{ raise_exception('FAMILY answers one task text; it takes no earlier answers') }}"
     "{%- endif -%}"
     "{%- if message['content'] is not string -%}"
-    "{%- for part in message['content'] if part['type'] == 'image' -%}{{ '<image>' }}{%- endfor -%}"
+    "{%- for part in message['content'] if part['type'] == 'image' -%}{{ 'PICTURE' }}{%- endfor -%}"
     "{%- endif -%}"
     "{%- endfor -%}"
     "{%- set texts = namespace(all=[]) -%}"
@@ -22,4 +28,3 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{{- texts.all | join('\\n') -}}"
 )
-"""All pictures, then the texts by lines: what the processor takes (it adds `<bos>` between them and a newline)."""
