@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from polylens.adapters.load import check_adapter_name
+from polylens.engine.adapter_lease import StoreLease, StoreStats, Unloaded
 from polylens.engine.adapter_residents import Residents
 from polylens.engine.adapter_tiers import Entry
 from polylens.errors import AdapterConflictError, AdapterError, InternalError, UnknownAdapterError
@@ -34,65 +34,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 0.5
 """Time that an adapter without room waits before others must make room: many times what bringing one in takes."""
-
-
-class StoreLease:
-    """Keeps one adapter (or, with no name, the base model) for a request until it is released.
-
-    Releasing twice does nothing. A context manager.
-    """
-
-    def __init__(self, store: AdapterStore, entry: Entry | None) -> None:
-        self._store = store
-        self._entry = entry
-        self._is_base = entry is None
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter, once `read` has returned; None for the base model."""
-        if self._is_base:
-            return None
-        if self._entry is None or self._entry.adapter is None:
-            raise InternalError("a lease's adapter was asked for before it was read, or after its release")
-        return self._entry.adapter
-
-    def read(self) -> StoreLease:
-        """Read the adapter's files unless they were read before: blocks. Raises AdapterError."""
-        if self._entry is not None:
-            self._store._read_once(self._entry)
-        return self
-
-    def release(self) -> None:
-        """Say that the request no longer needs the adapter."""
-        self._store._release(self)
-
-    def __enter__(self) -> StoreLease:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
-@dataclass(frozen=True)
-class Unloaded:
-    """An adapter whose name was given up. `released`: its freed bytes, once the last request with it has ended."""
-
-    adapter: Adapter | None
-    released: Future[int]
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Counts from the store's start, and bytes now (CPU memory that is the device's counts there)."""
-
-    num_registered: int = 0
-    num_on_device: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
-    num_reads: int = 0
-    num_moves_in: int = 0
-    num_moves_out: int = 0
-    moves_in_s: float = 0.0
 
 
 class AdapterStore:

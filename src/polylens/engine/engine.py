@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from polylens.adapters.load import AdapterPath, LoadReport
     from polylens.config import EngineConfig
     from polylens.core import Adapter, LayerSpec, Request, TokenLogprob
-    from polylens.engine.adapter_store import StoreLease
+    from polylens.engine.adapter_lease import StoreLease
     from polylens.engine.executor import Executor
     from polylens.engine.stopping import OutputStep, OutputStream
     from polylens.models.loading import LoadedModel

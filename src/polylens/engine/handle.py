@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from polylens.core import Request
-    from polylens.engine.adapter_store import StoreLease
+    from polylens.engine.adapter_lease import StoreLease
     from polylens.models.processing import Processing
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from polylens.adapters.load import LoadReport
     from polylens.core import CompletionDelta
-    from polylens.engine.adapter_store import AdapterStore, Unloaded
+    from polylens.engine.adapter_lease import Unloaded
+    from polylens.engine.adapter_store import AdapterStore
     from polylens.models.processing import Processing
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from polylens.engine.adapter_store import StoreStats
+from polylens.engine.adapter_lease import StoreStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

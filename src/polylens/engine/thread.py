@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from polylens.adapters.load import LoadReport
     from polylens.core import Request
-    from polylens.engine.adapter_store import AdapterStore, Unloaded
+    from polylens.engine.adapter_lease import Unloaded
+    from polylens.engine.adapter_store import AdapterStore
     from polylens.engine.engine import Engine
     from polylens.engine.handle import Event
     from polylens.engine.prepare import PreparedRequest

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from polylens.engine.adapter_store import StoreStats
+    from polylens.engine.adapter_lease import StoreStats
     from polylens.engine.handle import RequestTimes
     from polylens.engine.stats import EngineStats
 
