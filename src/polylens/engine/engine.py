@@ -19,6 +19,7 @@ from polylens.engine.paged import PagedExecutor
 from polylens.engine.pages import PageAllocator
 from polylens.engine.prefix_cache import PrefixCache
 from polylens.engine.prepare import PreparedRequest, RequestToolbox, prepare_request
+from polylens.engine.prove import settled
 from polylens.engine.sampler import Sampled, Sampler, make_generator
 from polylens.engine.scheduler import Scheduler, StepPlan
 from polylens.engine.sequence import Sequence
@@ -77,7 +78,7 @@ class Engine:
     """Runs one loaded model for many requests at once, each with its own adapter or none."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
+        self.loaded = loaded = settled(loaded)
         self.config = config
         self.context = RoutingContext(head_layer=loaded.head_name)
         """Whose rows the layers compute, in the forward that runs now."""

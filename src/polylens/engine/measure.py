@@ -89,6 +89,7 @@ def _facts(loaded: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "processor": loaded.processing.processor.to_dict() if loaded.processing.processor is not None else None,
         "versions": [torch.__version__, transformers.__version__],
         "dtype": str(loaded.dtype),
+        "hosted": loaded.is_hosted,
         "device": str(loaded.device),
         "limits": [loaded.max_model_len, config.max_step_tokens, config.max_running, config.page_tokens],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from polylens.errors import ModelLoadError
-from polylens.models.attention import ATTENTION_NAME, register_attention
 from polylens.models.components import model_layers, module_path, text_model
 from polylens.models.families import FamilyNotes, TwoWay, notes_for
 from polylens.models.processing import Processing
-from polylens.models.recurrent import wrap_mixers
-from polylens.models.text_fit import why_hosted
+from polylens.models.text_fit import is_proven_by_tests, why_hosted
 from polylens.models.text_only import TextOnlyProcessor
 
 if TYPE_CHECKING:
@@ -43,9 +41,8 @@ _MIN_TRANSFORMERS = (5, 24)
 class LoadedModel:
     """A base model ready to run: weights on `device` in `dtype`, layers named, processor wrapped.
 
-    num_mixers: text layers that carry a state from token to token (see `recurrent`).
     host_reason: why the text model does not run in the engine's ragged batches, so that transformers' own generation
-    computes its requests one by one; None for a model that is mixed.
+    computes its requests one by one; None for a model that is mixed. is_proven: whether that it does is known.
     """
 
     source: str
@@ -57,12 +54,18 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
-    num_mixers: int = 0
     host_reason: str | None = None
+    is_proven: bool = False
 
     @property
     def is_hosted(self) -> bool:
         return self.host_reason is not None
+
+    def hosted(self, reason: str) -> LoadedModel:
+        """This model, given over to transformers' own generation."""
+        old = self.processing
+        processing = Processing(old.processor, self.config, self.model.generation_config, whole=True)
+        return replace(self, processing=processing, host_reason=reason)
 
     @property
     def text_model(self) -> nn.Module:
@@ -126,42 +129,23 @@ def prepare_model(
 ) -> LoadedModel:
     """Make a model that is in memory ready to run (also used for merged models by `verify`)."""
     model.eval().requires_grad_(False)
-    notes = notes_for(model.config.model_type)
-    reason = why_hosted(model, processor, notes)
-    if reason is None:
-        _use_ragged_attention(model)
-        if notes.prepare_text is not None:
-            notes.prepare_text(text_model(model))
-    else:
+    reason = why_hosted(model)
+    if reason is not None:
         logger.warning("%s: transformers generates, one request at a time, as %s", source, reason)
-    processing = Processing(
-        processor,
-        model.config,
-        model.generation_config,
-        whole=reason is not None,
-    )
     parameter = next(model.parameters())
     return LoadedModel(
         source=source,
         model=model,
         config=model.config,
-        processing=processing,
+        processing=Processing(processor, model.config, model.generation_config, whole=reason is not None),
         layers=model_layers(model),
-        notes=notes,
+        notes=notes_for(model.config.model_type),
         device=parameter.device,
         dtype=parameter.dtype,
         max_model_len=_max_model_len(model.config, max_model_len),
-        num_mixers=0 if reason else wrap_mixers(text_model(model)),
         host_reason=reason,
+        is_proven=is_proven_by_tests(model),
     )
-
-
-def _use_ragged_attention(model: PreTrainedModel) -> None:
-    """Only the text model gets our attention; the tower keeps transformers' sdpa."""
-    register_attention()
-    config = model.config
-    is_text_only = config.get_text_config() is config
-    model.set_attn_implementation(ATTENTION_NAME if is_text_only else {"text_config": ATTENTION_NAME})
 
 
 def read_config(source: str, *, trust_remote_code: bool) -> PreTrainedConfig:

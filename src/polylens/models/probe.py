@@ -105,12 +105,12 @@ def probe_row_rules(
     """
     if not batches or any(len(batch) < MIN_ITEMS for batch in batches):
         raise RowRuleError(f"the probe needs batches of at least {MIN_ITEMS} items")
-    with torch.no_grad(), _exact_float32():
+    with torch.no_grad(), exact_float32():
         return _Probe(encode, batches, layers, declared or {}, seed).run()
 
 
 @contextmanager
-def _exact_float32() -> Iterator[None]:
+def exact_float32() -> Iterator[None]:
     """Without TF32, whose rounding would be taken for noise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

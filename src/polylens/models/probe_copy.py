@@ -62,7 +62,7 @@ def copy_for_probe(
     small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     small = small.to(next(model.parameters()).device).eval().requires_grad_(False)
     small_layers = model_layers(small)
-    _randomise(small, small_layers)
+    randomise(small, small_layers)
     return ProbeCopy(small, small_layers, kept)
 
 
@@ -101,8 +101,8 @@ def _shrink_text(text: PreTrainedConfig) -> None:
     text.pad_token_id = None
 
 
-def _randomise(model: nn.Module, layers: ModelLayers) -> None:
-    """Random weights in the encoder that keep activations in range and let every layer matter.
+def randomise(model: nn.Module, layers: ModelLayers) -> None:
+    """Random weights that keep activations in range and let every layer matter.
 
     The architectures' own initialisation does not: it holds zeros (Gemma 3's projector) and tiny scales.
     """
@@ -113,8 +113,14 @@ def _randomise(model: nn.Module, layers: ModelLayers) -> None:
         if parameter.dim() < 2:
             parameter.add_(noise * _NOISE_OF_VECTORS)
             continue
-        fan_in = parameter.shape[0] if name in matmul else parameter[0].numel()
+        fan_in = parameter.shape[0] if name in matmul else _fan_in(parameter)
         parameter.copy_(noise * (_WEIGHT_GAIN / fan_in**0.5))
+
+
+def _fan_in(weight: torch.Tensor) -> float:
+    """Inputs of one output. Of experts, (experts, in, out) or (experts, out, in), it is not known which is which."""
+    is_experts = weight.dim() == 3 and weight.shape[1] > 1
+    return weight[0].numel() ** 0.5 if is_experts else weight[0].numel()
 
 
 def carry_over(names: Iterable[str], result: ProbeResult, model: nn.Module, probed: ProbeCopy) -> ProbeResult:

@@ -63,25 +63,27 @@ def _facts(loaded: LoadedModel, max_parameters: int) -> Mapping[str, Any]:
     """What a result depends on, besides the probe itself."""
     tower = loaded.model.get_encoder(modality="image")
     return {
-        "config": _architecture(loaded.config.to_dict()),
+        "config": architecture(loaded.config.to_dict()),
         "class": type(loaded.model).__qualname__,
         "transformers": transformers.__version__,
         "attention": tower.config._attn_implementation,
         "dtype": str(loaded.dtype),
-        "processors": {name: _processor_settings(loaded, name) for name in ("image_processor", "video_processor")},
+        "processors": {name: processor_settings(loaded, name) for name in ("image_processor", "video_processor")},
         "declared": dict(loaded.notes.declared_rules),
         "max_parameters": max_parameters,
     }
 
 
-def _processor_settings(loaded: LoadedModel, name: str) -> dict[str, Any] | None:
+def processor_settings(loaded: LoadedModel, name: str) -> dict[str, Any] | None:
+    """The settings of one part of the processor, as it saves them."""
     processor = getattr(loaded.processing.processor, name, None)
     return None if processor is None else processor.to_dict()
 
 
-def _architecture(config: Any) -> Any:
+def architecture(config: Any) -> Any:
+    """A config without the entries that say where a checkpoint came from."""
     if isinstance(config, dict):
-        return {name: _architecture(value) for name, value in config.items() if name not in _NOT_ARCHITECTURE}
+        return {name: architecture(value) for name, value in config.items() if name not in _NOT_ARCHITECTURE}
     return config
 
 

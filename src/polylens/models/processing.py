@@ -149,6 +149,11 @@ class Processing:
         return max(self.tokenizer.get_vocab().values()) + 1
 
     @property
+    def takes_media(self) -> bool:
+        """Whether the processor takes pictures; if not, the model is a language model."""
+        return getattr(self.processor, "image_processor", None) is not None
+
+    @property
     def takes_videos(self) -> bool:
         """Whether the processor takes videos; if not, they become sampled frames as pictures."""
         return MediaKind.VIDEO in _kinds_taken(self.processor)
@@ -170,6 +175,8 @@ class Processing:
         """
         settings = self._media_settings(mm_processor_kwargs)
         chat = parse_messages(messages, takes_videos=self.takes_videos, allow_paths=allow_paths, settings=settings)
+        if chat.media and not self.takes_media:
+            raise RequestError("this is a language model: it takes no pictures and videos", param="messages")
         variables = self._template_variables(chat_template_kwargs)
         rendered = self._in_template_form(chat.messages)
         escape = Escape(self.control, self.template, strings_in([rendered, variables]), self._commands)
@@ -379,7 +386,7 @@ class _Call:
             processor.prepare_inputs_layout = _with_flat_images(processor.prepare_inputs_layout)
         processor.validate_inputs = self._watched_validation(processor)
         processor.get_text_with_replacements = self._watched_expansion(processor)
-        if self._owner.notes.plain_call:
+        if self._owner.notes.plain_call and not self._owner.whole:
             processor.__class__ = _plainly_called(processor.__class__)
         return processor
 

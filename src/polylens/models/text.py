@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polylens.models.recurrent import CarriedState
+from polylens.models.attention import ATTENTION_NAME, register_attention
+from polylens.models.recurrent import CarriedState, wrap_mixers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +55,18 @@ class TextStep:
         return mask_t
 
 
+def make_ragged(loaded: LoadedModel) -> int:
+    """Let the text model, and nothing else of the model, work on ragged batches; returns how many of its layers carry
+    a state (see `recurrent`). It runs only with a batch from then on."""
+    register_attention()
+    model, prepare = loaded.model, loaded.notes.prepare_text
+    if prepare is not None:
+        prepare(loaded.text_model)
+    is_text_only = model.config.get_text_config() is model.config
+    model.set_attn_implementation(ATTENTION_NAME if is_text_only else {"text_config": ATTENTION_NAME})
+    return wrap_mixers(loaded.text_model)
+
+
 class TextRunner:
     """The text model of a loaded VLM, called on flattened rows (mechanism 7)."""
 
@@ -70,7 +83,7 @@ class TextRunner:
         self._arguments = loaded.notes.text_arguments or deepstack_arguments
         self.device = loaded.device
         self.two_way_in_windows_only = loaded.notes.two_way_in_windows_only
-        self.carries_state = loaded.num_mixers > 0
+        self.carries_state = make_ragged(loaded) > 0
 
     def new_state(self) -> CarriedState:
         """The state of a sequence of which nothing is computed (only for models that carry one)."""

@@ -1,4 +1,4 @@
-"""Whether a model's text part fits the engine's ragged batches, told from what the model is made of."""
+"""Whether a model's text part fits the engine's ragged batches, as far as it is told by what the model is made of."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from polylens.models.families import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from polylens.models.families import FamilyNotes
+_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Rotary positions that transformers computes from the longest sequence of a batch."""
 
 
-def why_hosted(model: PreTrainedModel, processor: Any, notes: FamilyNotes) -> str | None:
-    """The reason why transformers' own generation must run the model; None if the ragged batch does."""
-    return _not_a_plain_decoder(model) or _unproven(model)
-
-
-def _not_a_plain_decoder(model: PreTrainedModel) -> str | None:
-    if model.config.is_encoder_decoder or model.config.get_text_config().is_encoder_decoder:
+def why_hosted(model: PreTrainedModel) -> str | None:
+    """The reason why transformers' own generation must run the model; None if the ragged batch may be tried."""
+    text: Any = model.config.get_text_config()
+    if model.config.is_encoder_decoder or text.is_encoder_decoder:
         return "it is an encoder-decoder"
     if any("CrossAttention" in type(module).__name__ for module in text_model(model).modules()):
         return "its text model attends to pictures in layers of its own (cross-attention)"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _ROPE_BY_LENGTH:
+        return f"its rotary positions ({rope['rope_type']}) depend on the other sequences of a batch"
     return None
 
 
-def _unproven(model: PreTrainedModel) -> str | None:
-    if model.config.model_type in FAMILIES:
-        return None
-    return f"the ragged batch is not proven for {model.config.model_type!r}"
+def is_proven_by_tests(model: PreTrainedModel) -> bool:
+    """Whether the project's tests prove the ragged batch for the model: a family of theirs, with its own text model."""
+    config = model.config
+    is_own = type(config.get_text_config()).__module__ == type(config).__module__
+    return config.model_type in FAMILIES and is_own and type(model).__module__.startswith("transformers.")

@@ -9,9 +9,7 @@ TEMPLATE = """\
 {%- if messages[0]['content'] is string -%}
     {{ messages[0]['content'] }}
 {%- else -%}
-    {%- for part in messages[0]['content'] -%}
-        {%- if part['type'] == 'text' -%}{{ part['text'] }}{%- endif -%}
-    {%- endfor -%}
+    {{ messages[0]['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join('\n') }}
 {%- endif -%}
 """
 """The user's text alone: the processor puts the picture's tokens before it."""
