@@ -62,6 +62,8 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(noise * 0.1)
             elif name.endswith(strong_norms):  # without it the tied head only repeats one token
                 parameter.copy_(3.0 + noise * 0.3)
+            elif name.endswith("A_log"):  # slow decay: a state is felt long, and sums of decays stay small
+                parameter.copy_(noise * 0.5 - 2)
             elif not name.endswith("weight"):  # CLIP's class embedding
                 parameter.copy_(noise)
             else:  # scales of norms: around what they were made with (ones, or zeros for Gemma's 1 + w)
