@@ -34,6 +34,7 @@ def build_checkpoint(family: str, folder: str | Path, *, seed: int = 0, dtype: t
     tokenizer = parts.make_tokenizer()
     model = parts.make_model(tokenizer).eval()
     _randomise(model, seed)
+    _silence(model, tokenizer.convert_tokens_to_ids(list(parts.silent_tokens)))
     model.generation_config = _generation_config(tokenizer, parts.stop_tokens)
     folder = Path(folder)
     model.to(dtype).save_pretrained(folder)
@@ -72,6 +73,12 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
 
 _GEMMA_STRONG_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 """Gemma norms a layer's output before adding it; other families use the first name for another norm."""
+
+
+@torch.no_grad()
+def _silence(model: PreTrainedModel, token_ids: list[int]) -> None:
+    """Logits of zero, far below the best."""
+    model.get_output_embeddings().weight[token_ids] = 0.0
 
 
 def _gain(name: str) -> float:

@@ -226,7 +226,14 @@ PACKED: Mapping[str, Family] = {
         QWEN_STOP,
         takes_videos=True,
     ),
-    "kimi_k25": Family(kimi_k25_tokenizer, kimi_k25_processor, kimi_k25, ("[EOS]", "<|im_end|>"), takes_videos=True),
+    "kimi_k25": Family(
+        kimi_k25_tokenizer,
+        kimi_k25_processor,
+        kimi_k25,
+        ("[EOS]", "<|im_end|>"),
+        takes_videos=True,
+        silent_tokens=("<|media_pad|>", "<|kimi_k25_video_placeholder|>"),
+    ),
     "paddleocr_vl": Family(paddleocr_vl_tokenizer, paddleocr_vl_processor, paddleocr_vl, ("</s>",)),
     "video_llama_3": Family(qwen_tokenizer, video_llama_3_processor, video_llama_3, QWEN_STOP, takes_videos=True),
     "ernie4_5_vl_moe": Family(

@@ -20,7 +20,8 @@ class Family:
     """How one family's checkpoint is made.
 
     takes_videos: whether its processor does. needs_picture: whether it refuses a request without one. mixes_kinds:
-    whether transformers' own forward takes pictures and videos in one prompt.
+    whether transformers' own forward takes pictures and videos in one prompt. silent_tokens: never answered: where a
+    model answers with a media token, transformers puts the first picture's first feature in its place.
     """
 
     make_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -30,6 +31,7 @@ class Family:
     takes_videos: bool = False
     needs_picture: bool = False
     mixes_kinds: bool = True
+    silent_tokens: tuple[str, ...] = ()
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
