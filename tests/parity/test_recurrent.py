@@ -105,7 +105,7 @@ def test_states_have_their_part_of_the_memory(bench: Bench) -> None:
     with pytest.raises(
         ModelLoadError, match=f"carries a state of {state_bytes} bytes; give at least {2 * state_bytes}"
     ):
-        bench.llm(kv_bytes=state_bytes)
+        bench.llm(kv_bytes=state_bytes, page_tokens=1)
     with bench.llm(kv_bytes=100 * 4 * bench.token_bytes, page_tokens=4) as llm:
         assert 0 < llm.engine.max_running == 50 * 4 * bench.token_bytes // state_bytes < llm.engine.config.max_running
         bench.check(llm, mixed(["text"], FEW))
