@@ -54,11 +54,14 @@ class LayerKind(StrEnum):
     ROUTER = "router"
     """What chooses a token's experts: a weight (experts, width) in a module that is no plain `nn.Linear`."""
 
+    SHARED = "shared"
+    """Any other parameter of the tower, of which all items of a batch share the values (position embeddings)."""
 
-FACTOR_KINDS = frozenset(LayerKind) - {LayerKind.NORM, LayerKind.HEAD_NORM}
-"""Kinds of layer that take factors A and B; a norm can only be replaced."""
 
-BARE_KINDS = frozenset({LayerKind.MATMUL, LayerKind.EXPERTS})
+FACTOR_KINDS = frozenset(LayerKind) - {LayerKind.NORM, LayerKind.HEAD_NORM, LayerKind.SHARED}
+"""Kinds of layer that take factors A and B; others can only be replaced."""
+
+BARE_KINDS = frozenset({LayerKind.MATMUL, LayerKind.EXPERTS, LayerKind.SHARED})
 """Kinds of layer that are a parameter of a module themselves."""
 
 
@@ -226,6 +229,8 @@ class Adapter:
     num_bytes: int
     special: bool = False
     """Whether any of `deltas` is more than plain factors of a linear layer."""
+    undivided: bool = False
+    """Whether any of `deltas` changes what all items of an encoder batch share: there it runs alone."""
     processing: Any = None
     """The `models.processing.Processing` of its requests where its folder brings one; None: the base model's."""
     processing_digest: str = ""

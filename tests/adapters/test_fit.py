@@ -446,3 +446,24 @@ def mismatch_on(
 ) -> None:
     with pytest.raises(AdapterMismatchError, match=words):
         load(folder, tensors, layers, **options)
+
+
+def test_parameters_of_a_tower_that_all_items_share(tmp_path: Path) -> None:
+    layers = fake_layers()
+    names = {f"{POSITIONS}.weight": (7, IN), "model.visual.embeddings.class_embedding": (IN,)}
+    specs = {name: LayerSpec(name, Component.VISION_TOWER, LayerKind.SHARED, 7, IN) for name in names}
+    own = {name: torch.zeros(shape) for name, shape in names.items()}
+    layers = dataclasses.replace(
+        layers, specs=layers.specs | specs, parameters={**layers.parameters, **own}, other_modules={}
+    )
+    tensors = {f"base_model.model.{name}": torch.ones(shape) for name, shape in names.items()}
+    adapter, _ = load(tmp_path / "a", tensors, layers, modules_to_save=["visual"])
+    assert adapter.deltas.keys() == names.keys()
+    assert adapter.undivided
+    assert not load(tmp_path / "b", factors(TOWER), layers)[0].undivided
+    short = {f"base_model.model.{POSITIONS}.weight": torch.ones(6, IN)}
+    mismatch_on(layers, tmp_path / "c", short, r"has shape \(6, 6\), the model's layer \(7, 6\)")
+    unknown = {"base_model.model.visual.embeddings.other": torch.ones(IN)}
+    mismatch_on(layers, tmp_path / "d", unknown, "no such parameter")
+    with pytest.raises(AdapterUnsupportedError, match="a parameter of the whole tower"):
+        load(tmp_path / "e", factors(POSITIONS), layers)

@@ -41,6 +41,11 @@ def _connector(model: PreTrainedModel) -> list[str]:
     return [name for name in weighted if not any(name.startswith(f"{other}.") for other in weighted)]
 
 
+def tower_of(model: PreTrainedModel) -> str:
+    tower = model.get_encoder(modality="image")
+    return next(name for name, module in model.named_modules() if module is tower)
+
+
 def _plain_norms(model: PreTrainedModel) -> list[str]:
     """Norms of the tower and of the text model that do not sit inside attention."""
     return [name for name in _modules(model, "Norm") if not name.endswith(("q_norm", "k_norm"))]
@@ -58,6 +63,10 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "bias lora_only": lambda model: {"target_modules": _linear(model, biased=True), "bias": "lora_only"},
     "connector": lambda model: {"target_modules": ["q_proj"], "modules_to_save": _connector(model)},
     "norms": lambda model: {"target_modules": ["k_proj"], "modules_to_save": _plain_norms(model)},
+    "tower saved": lambda model: {
+        "target_modules": r".*(language_model|merger|projector).*(q_proj|linear_1|mlp\.0)",
+        "modules_to_save": [tower_of(model)],
+    },
     "head": lambda model: {"target_modules": ["v_proj", "lm_head"]},
     "head saved": lambda model: {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     "embedding": lambda model: {"target_modules": ["v_proj", "embed_tokens"]},

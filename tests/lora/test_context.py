@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from polylens.core import Adapter, Component, LayerKind, LayerSpec
+from polylens.core import Adapter, Component, Digests, LayerKind, LayerSpec, Replacement
 from polylens.errors import InternalError, RowRuleError
 from polylens.lora.context import RoutingContext
 from polylens.lora.routing import segments
@@ -205,3 +209,29 @@ def test_a_part_of_the_rows_exists_in_text_steps_only() -> None:
     outside = pytest.raises(InternalError, match="outside of a text step")
     with ctx.encoder(SIZES, [ONE, None, TWO]), outside, ctx.only_rows([(0, 1)]):
         pass
+
+
+def shared_adapter(name: str, positions: torch.Tensor) -> Adapter:
+    deltas = {"embeddings.positions": Replacement("embeddings.positions", positions)}
+    return Adapter(name, "toy", deltas, Digests(*[name] * 5), 0, special=True, undivided=True)
+
+
+def test_what_all_items_share_is_exchanged_for_one_adapter() -> None:
+    """For the whole forward, so whoever reads the parameter sees it; a batch with others in it is refused."""
+    module = nn.Module()
+    module.positions = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    ctx = RoutingContext()
+    ctx.share("embeddings.positions", module, "positions")
+    new, other = shared_adapter("new", torch.ones(2, 3)), shared_adapter("other", torch.ones(2, 3))
+    own = module.positions
+    for adapters in ((new, new, new), (new, dataclasses.replace(new), new)):  # two names of one content
+        with ctx.encoder(SIZES, adapters):
+            assert torch.equal(module.positions, torch.ones(2, 3))
+        assert module.positions is own
+    with ctx.whole(new):
+        assert torch.equal(module.positions, torch.ones(2, 3))
+    for adapters in ((new, None, new), (new, other, new), (new, ONE, new)):
+        with pytest.raises(RowRuleError, match="all items share"), ctx.encoder(SIZES, adapters):
+            pass
+    with ctx.encoder(SIZES, (ONE, None, ONE)):
+        assert module.positions is own

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.adapters.layer_fit import LayerFit
-from polylens.core import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -164,7 +163,3 @@ def _joined(members: Sequence[_Member], spec: LayerSpec, options: LoraOptions) -
 
 def _parameter(spec: LayerSpec) -> str:
     return spec.name.rpartition(".")[2]
-
-
-def are_experts(specs: Sequence[LayerSpec]) -> bool:
-    return bool(specs) and all(spec.kind is LayerKind.EXPERTS for spec in specs)

@@ -103,7 +103,7 @@ class _Fitting:
         """The layer of a module path; None, and why is noted, where there is none. parameter: which of the experts'."""
         found = self._names.find(module)
         if isinstance(found, Found):
-            named = [spec for spec in found.experts if spec.name.endswith(f".{parameter}")]
+            named = [spec for spec in found.parameters if spec.name.endswith(f".{parameter}")]
             return named[0] if named else found.spec
         if found.module_type is not None:
             self._unsupported.append(Refusal(option, found.reason))
@@ -284,7 +284,8 @@ def _tied_heads(spec: LayerSpec, layers: ModelLayers) -> tuple[str, ...]:
 def _pair_refusal(pair: FactorPair, spec: LayerSpec) -> Refusal | None:
     """Factors of a kind that the layer's kind does not take."""
     if spec.kind not in FACTOR_KINDS:
-        return Refusal("target_modules", f"{pair.module} is a norm, which takes no factors")
+        what = "a parameter of the whole tower" if spec.kind is LayerKind.SHARED else "a norm"
+        return Refusal("target_modules", f"{pair.module} is {what}, which takes no factors")
     if pair.magnitude is not None and spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
         return Refusal("use_dora", f"{pair.module}: DoRA is applied to linear layers and patch embeddings only")
     if pair.bias is not None and spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):

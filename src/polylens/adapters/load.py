@@ -114,6 +114,7 @@ def load_adapter(
         digests=digests,
         num_bytes=num_bytes,
         special=any(is_special(change, layers) for change in deltas.values()),
+        undivided=any(layers.specs[name].kind is LayerKind.SHARED for name in deltas),
     )
     report = LoadReport(
         name=name,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from polylens.adapters.experts import are_experts
 from polylens.core import BARE_KINDS, Component, LayerKind
 
 if TYPE_CHECKING:
@@ -33,10 +32,10 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Found:
-    """The layer a path means. experts: all parameters of the experts that it means, of which `spec` is the first."""
+    """The layer a path means. parameters: all layers, where these are the parameters of the module that it means."""
 
     spec: LayerSpec
-    experts: tuple[LayerSpec, ...] = ()
+    parameters: tuple[LayerSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class LayerNames:
             # PEFT names a bare parameter's factors after the module that owns it (`target_parameters`).
             path = spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name
             self._targets.setdefault(path, []).append(spec)
-            if spec.kind is LayerKind.EXPERTS:
+            if spec.kind in (LayerKind.EXPERTS, LayerKind.SHARED):
                 self._targets.setdefault(spec.name, []).append(spec)
 
     def find(self, module: str) -> Found | NotFound:
@@ -102,10 +101,10 @@ class LayerNames:
     def experts(self, module: str) -> tuple[LayerSpec, ...]:
         """The parameters of the experts that `module` means; empty where it means none."""
         found = self.find(module)
-        return found.experts if isinstance(found, Found) else ()
+        return found.parameters if isinstance(found, Found) and found.spec.kind is LayerKind.EXPERTS else ()
 
     def _only(self, module: str, specs: list[LayerSpec]) -> Found | NotFound:
-        if are_experts(specs):
+        if all(spec.kind in (LayerKind.EXPERTS, LayerKind.SHARED) for spec in specs):
             return Found(specs[0], tuple(specs))
         if len(specs) > 1:
             listed = ", ".join(spec.name for spec in specs)

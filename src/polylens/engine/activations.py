@@ -79,7 +79,8 @@ def _record(
     handles = [
         llm.loaded.model.get_submodule(_module_of(specs[layer])).register_forward_hook(hook_for(layer))
         for layer in layers
-        if specs[layer].kind is not LayerKind.HEAD_NORM  # which of its vectors are whose differs by family
+        # Of heads, which vectors are whose differs by family; a shared parameter has no outputs of its own.
+        if specs[layer].kind not in (LayerKind.HEAD_NORM, LayerKind.SHARED)
     ]
     try:
         yield recorded

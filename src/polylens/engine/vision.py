@@ -151,10 +151,14 @@ class VisionStage:
         return {job.key: item_features for job, item_features in zip(batch, features, strict=True)}
 
     def _batches(self, jobs: Iterable[EncodeJob]) -> Iterator[list[EncodeJob]]:
-        """Group by kind (and adapter, unless mixed), sort by adapter, cut at the row budget."""
+        """Group by kind (and adapter, unless mixed), sort by adapter, cut at the row budget.
+
+        An adapter that changes what all items share has a group of its own.
+        """
 
         def group(job: EncodeJob) -> tuple[str, str]:
-            return (job.item.kind, "" if self.mixed else job.digest)
+            alone = not self.mixed or (job.adapter is not None and job.adapter.undivided)
+            return (job.item.kind, job.digest if alone else "")
 
         ordered = sorted(jobs, key=lambda job: (job.item.kind, job.digest))
         for _, members in groupby(ordered, key=group):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
+
+from torch import nn
 
 from polylens.core import Adapter, Change, Component, LayerSpec
 from polylens.errors import InternalError, RowRuleError
+from polylens.lora.modules import with_parameters
 from polylens.lora.routing import (
     DeltaRows,
     Segment,
@@ -44,6 +47,7 @@ class RoutingContext:
     def __init__(self, head_layer: str | None = None) -> None:
         self._head_layer = head_layer
         self._watched: dict[str, RowRule] = {}
+        self._shared: dict[str, tuple[nn.Module, str]] = {}
         self._open = False
         self._routing: _Routing | None = None
         self.special = False
@@ -63,6 +67,14 @@ class RoutingContext:
     def forget_calls(self, layer: str) -> None:
         """Take back `watch_calls`."""
         self._watched.pop(layer, None)
+
+    def share(self, layer: str, module: nn.Module, parameter: str) -> None:
+        """Declare a parameter of the tower that all items share: adapters that change it run there alone."""
+        self._shared[layer] = (module, parameter)
+
+    def forget_shared(self) -> None:
+        """Take back all of `share`."""
+        self._shared.clear()
 
     @contextmanager
     def text(self, token_segments: Sequence[Segment], head_segments: Sequence[Segment] | None = None) -> Iterator[None]:
@@ -93,10 +105,11 @@ class RoutingContext:
         if not isinstance(whole, _TextRouting):
             raise InternalError("a part of the rows was asked for outside of a text step")
         self._routing = whole.part(tuple(ranges))
+        num_tokens, self.num_tokens = self.num_tokens, sum(stop - start for start, stop in ranges)
         try:
             yield
         finally:
-            self._routing = whole
+            self._routing, self.num_tokens = whole, num_tokens
 
     @contextmanager
     def encoder(self, sizes: Sequence[ItemSize], adapters: Sequence[Adapter | None]) -> Iterator[None]:
@@ -113,16 +126,36 @@ class RoutingContext:
             return
         routing = _EncoderRouting(tuple(sizes), tuple(adapters))
         special = any(adapter is not None and adapter.special for adapter in adapters)
-        with self._entered(routing, special=special):
+        with self._entered(routing, special=special), self._shared_of(adapters):
             yield
             routing.check_calls(self._watched)
 
     @contextmanager
     def whole(self, adapter: Adapter | None) -> Iterator[None]:
         """Route a forward of the whole model for one request: all rows of every layer are `adapter`'s."""
-        with self._entered(
-            None if adapter is None else _WholeRouting(adapter), special=adapter is not None and adapter.special
-        ):
+        routing = None if adapter is None else _WholeRouting(adapter)
+        special = adapter is not None and adapter.special
+        with self._entered(routing, special=special), self._shared_of([adapter]):
+            yield
+
+    @contextmanager
+    def _shared_of(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+        """The parameters that all items share, as the one adapter of the batch has them."""
+        undivided = next((one for one in adapters if one is not None and one.undivided), None)
+        if undivided is None:
+            yield
+            return
+        if len(_vision_digests(adapters)) > 1:
+            raise RowRuleError(
+                "an adapter of the batch changes parameters of the tower that all items share: run its items alone"
+            )
+        with ExitStack() as stack:
+            for layer, (module, parameter) in self._shared.items():
+                change = undivided.deltas.get(layer)
+                if change is not None:
+                    own = module.get_parameter(parameter)
+                    new = change.tensors()["weight"].to(own.device, own.dtype)
+                    stack.enter_context(with_parameters(module, {parameter: new}))
             yield
 
     def delta_rows(self, spec: LayerSpec, rule: RowRule, num_rows: int) -> tuple[DeltaRows[Change], ...]:
@@ -267,9 +300,14 @@ class _EncoderRouting:
 
     def _undivided(self, layer: str, rows: int) -> Segments:
         """All rows to the one adapter of the batch: right whatever the rule, so none needs to be proven."""
-        if len(self._distinct) > 1:
+        if len(_vision_digests(self._distinct)) > 1:
             raise RowRuleError(
                 f"layer {layer}: it has no proven row rule, so a batch must not mix adapters in it "
                 f"({len(self._distinct)} given); run the encoder with one adapter at a time"
             )
-        return segments([rows], self._distinct)
+        return segments([rows], self._distinct[:1])
+
+
+def _vision_digests(adapters: Sequence[Adapter | None]) -> set[str]:
+    """What adapters do to the encoder, by content: two names may stand for the same."""
+    return {"" if adapter is None else adapter.vision_digest for adapter in adapters}

@@ -55,6 +55,7 @@ class WrappedLayers:
                 del module.forward
             else:
                 module.forward = previous
+        self._ctx.forget_shared()
         while self._watched:
             self._ctx.forget_calls(self._watched.pop())
         self._scratch.clear()
@@ -359,6 +360,9 @@ def _wrap_others(model: nn.Module, layers: Sequence[_Layer], wrapped: WrappedLay
         _refuse_twice(module, first)
         wrapped._replace_forward(module, ExpertsModule(module, specs, layers[0].ctx).forward)
     for layer in layers:
+        if layer.spec.kind is LayerKind.SHARED:
+            path, _, parameter = layer.spec.name.rpartition(".")
+            layer.ctx.share(layer.spec.name, _module(model, path, layer.spec), parameter)
         kind = _OTHER_KINDS.get(layer.spec.kind)
         if kind is not None:
             module = _module(model, layer.spec.name, layer.spec)

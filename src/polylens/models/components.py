@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample|head_linear|head_norm)(?:\.|$)")
 
 
+_OWNED = (LayerKind.EXPERTS, LayerKind.SHARED)
+"""Kinds of which all parameters of the owning module are layers."""
+
+
 def text_model(model: PreTrainedModel) -> nn.Module:
     """The decoder without its head."""
     decoder = model.get_decoder()
@@ -46,7 +50,7 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
     found = {spec.name: spec for spec in _layer_specs(model, locate)}
     refused = {name: reason for name in found if (reason := _not_adaptable(name, model))}
     specs = {name: spec for name, spec in found.items() if name not in refused}
-    owners = {spec.name.rpartition(".")[0] for spec in specs.values() if spec.kind is LayerKind.EXPERTS}
+    owners = {spec.name.rpartition(".")[0] for spec in specs.values() if spec.kind in _OWNED}
     others = {
         name: type(module).__name__
         for name, module in model.named_modules()
@@ -99,6 +103,10 @@ def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> 
             if param_name in matmul_parameters:
                 path = f"{name}.{param_name}"
                 yield LayerSpec(path, locate(path), LayerKind.MATMUL, param.shape[0], param.shape[1])
+            elif locate(name) is Component.VISION_TOWER and param.dim():
+                # The tower runs nowhere but in the encoder, so there its parameters can be exchanged as a whole.
+                path, width = f"{name}.{param_name}", param.shape[-1]
+                yield LayerSpec(path, Component.VISION_TOWER, LayerKind.SHARED, param.numel() // width, width)
 
 
 def _other_spec(

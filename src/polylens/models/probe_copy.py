@@ -76,8 +76,12 @@ def probe_layers(model: nn.Module, layers: ModelLayers) -> list[ProbeLayer]:
 
 
 def encoder_layers(layers: ModelLayers) -> tuple[str, ...]:
-    """Names of the adaptable layers outside the language model."""
-    return tuple(name for name, spec in layers.specs.items() if spec.component is not Component.LANGUAGE_MODEL)
+    """Names of the adaptable layers outside the language model, those with rows of items."""
+    return tuple(
+        name
+        for name, spec in layers.specs.items()
+        if spec.component is not Component.LANGUAGE_MODEL and spec.kind is not LayerKind.SHARED
+    )
 
 
 def _encoder_parameters(model: nn.Module, layers: ModelLayers) -> int:
