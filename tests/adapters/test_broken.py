@@ -91,6 +91,24 @@ def other_dtype(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: tensor.to(dtype) for name, tensor in factors(LANGUAGE).items()}
 
 
+def loha(module: str, rank: int = 2) -> dict[str, torch.Tensor]:
+    shapes = {"w1_a": (OUT, rank), "w1_b": (rank, IN), "w2_a": (OUT, rank), "w2_b": (rank, IN)}
+    return {f"base_model.model.{module}.hada_{slot}": torch.ones(shape) for slot, shape in shapes.items()}
+
+
+def misfit() -> dict[str, torch.Tensor]:
+    return {f"base_model.model.{LANGUAGE}.hada_w2_b": torch.ones(3, IN)}
+
+
+def with_loha(change: Callable[[dict], object], **options: object) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        tensors = loha(LANGUAGE)
+        change(tensors)
+        write_adapter(folder, tensors, config(**{"peft_type": "LOHA", "alpha": 4, **options}))
+
+    return make
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 
 BROKEN: dict[str, Callable[[Path], None]] = {
@@ -123,7 +141,15 @@ BROKEN: dict[str, Callable[[Path], None]] = {
     "index to a parent": index_of("../outside.safetensors"),
     "index to an absolute path": index_of("/etc/hostname"),
     "index to nothing": index_of("missing.safetensors"),
-    "LoHa": written(peft_type="LOHA"),
+    "IA3": written(peft_type="IA3"),
+    "LoHa with LoRA's tensors": written(peft_type="LOHA", alpha=4),
+    "LoHa's tensors with LoRA's config": with_tensors(loha(LANGUAGE)),
+    "half of LoHa": with_loha(lambda t: t.pop(f"base_model.model.{LANGUAGE}.hada_w2_b")),
+    "LoHa that does not multiply": with_loha(
+        lambda t: t.update({f"base_model.model.{LANGUAGE}.hada_w2_b": torch.ones(3, IN)})
+    ),
+    "LoHa of another rank": with_loha(lambda t: None, r=3),
+    "OFT": written(peft_type="OFT"),
     "prefix tuning": written(peft_type="PREFIX_TUNING"),
     "aLoRA": written(alora_invocation_tokens=[1, 2]),
     "PiSSA": written(init_lora_weights="pissa"),

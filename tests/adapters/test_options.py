@@ -46,7 +46,7 @@ def test_what_peft_writes_by_default_is_taken(tmp_path: Path) -> None:
         ("init_lora_weights", "pissa_niter_4"),
         ("init_lora_weights", "olora"),
         ("init_lora_weights", "loftq"),
-        ("peft_type", "LOHA"),
+        ("peft_type", "IA3"),
         ("an_option_of_the_future", "on"),
         ("an_option_of_the_future", 0),
     ],

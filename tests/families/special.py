@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
@@ -51,7 +51,7 @@ def _plain_norms(model: PreTrainedModel) -> list[str]:
     return [name for name in _modules(model, "Norm") if not name.endswith(("q_norm", "k_norm"))]
 
 
-SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any] | PeftConfig]] = {
     "dora": lambda model: {"target_modules": _linear(model), "use_dora": True, "use_rslora": True},
     "dora with biases": lambda model: {
         "target_modules": _linear(model, biased=True)[::2],
@@ -70,6 +70,7 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "head": lambda model: {"target_modules": ["v_proj", "lm_head"]},
     "head saved": lambda model: {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     "embedding": lambda model: {"target_modules": ["v_proj", "embed_tokens"]},
+    "embedding dora": lambda model: {"target_modules": ["v_proj", "embed_tokens"], "use_dora": True},
     "embedding saved": lambda model: {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
     "embedding tied": lambda model: {"target_modules": ["v_proj", "embed_tokens"], "ensure_weight_tying": True},
     "embedding saved and tied": lambda model: {
@@ -78,6 +79,8 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
         "ensure_weight_tying": True,
     },
     "tokens": lambda model: {"target_modules": ["o_proj"], "trainable_token_indices": [40, 7, 90, 101]},
+    "loha": lambda model: LoHaConfig(r=2, alpha=8, target_modules=_linear(model), init_weights=False),
+    "lokr": lambda model: LoKrConfig(r=2, alpha=2, target_modules=_linear(model)[1::2], init_weights=False),
     "convolution": lambda model: {
         "target_modules": ["q_proj", *_modules(model, nn.Conv2d), *_modules(model, nn.Conv3d)]
     },
@@ -86,7 +89,7 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
         "use_dora": True,
     },
 }
-"""Kinds of adapter by name: a model to the options of its `LoraConfig`."""
+"""Kinds of adapter by name: a model to the options of its `LoraConfig`, or to another method's config."""
 
 EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -119,7 +122,9 @@ def kinds_of(family: str) -> tuple[str, ...]:
 def make_special(checkpoint: str | Path, folder: str | Path, kind: str, *, rank: int = 3, seed: int = 0) -> Path:
     """Write an adapter of the kind with random values for all that it trains; return its folder."""
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **_ALL_KINDS[kind](model)))
+    options = _ALL_KINDS[kind](model)
+    config = options if isinstance(options, PeftConfig) else LoraConfig(r=rank, lora_alpha=2 * rank, **options)
+    adapted = get_peft_model(model, config)
     _randomise(adapted, seed)
     adapted.save_pretrained(str(folder))
     return Path(folder)

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], LayerKind, list[Change]]] = {
             make_delta("m", VOCABULARY, WIDTH, 2, seed=9),
             Replacement("m", randn(VOCABULARY, WIDTH)),
             TokenRows("m", (0, 3, 7), randn(3, WIDTH)),
+            scaled("m", VOCABULARY, WIDTH, shift=False),
         ],
     ),
 }

@@ -46,7 +46,7 @@ def fit_experts(pair: FactorPair, specs: Sequence[LayerSpec], options: LoraOptio
 
     PEFT's `ParamWrapper` for n experts of rank r: A (n r, in), expert by expert; B (out, r n), rank by rank.
     """
-    if pair.embedding or pair.a.dim() != 2 or pair.magnitude is not None or pair.bias is not None:
+    if pair.embedding or pair.a.dim() != 2 or pair.magnitude is not None or pair.bias is not None or not _is_lora(pair):
         return None, f"{pair.module} has more than factors, and the model's experts take no more"
     for spec in specs:
         rank = options.rank_of(trained_name := f"{pair.module}.{_parameter(spec)}")
@@ -134,8 +134,8 @@ def _problem(member: _Member, spec: LayerSpec, options: LoraOptions) -> str | No
         return f"{pair.module} has more than factors, and the model computes all experts with one weight, {spec.name}"
     if member.expert >= spec.num_experts:
         return f"{pair.module}: the model has experts 0 to {spec.num_experts - 1}"
-    if pair.rank != rank:
-        return f"{pair.module}: rank {pair.rank} in the file, {rank} in adapter_config.json"
+    if not pair.has_rank(rank):
+        return f"{pair.module}: rank {pair.told_rank} in the file, {rank} in adapter_config.json"
     expected = (spec.in_features, spec.out_features // _PARTS[_parameter(spec)])
     if (pair.a.shape[1], pair.b.shape[0]) != expected:
         return (
@@ -159,6 +159,10 @@ def _joined(members: Sequence[_Member], spec: LayerSpec, options: LoraOptions) -
         b_eor[member.expert, row : row + size, within] = pair.b.float()
     name = members[0].pair.module
     return LayerFit(spec, name, a_eri, b_eor, 1.0, num_tensors=2 * len(members))
+
+
+def _is_lora(pair: FactorPair) -> bool:
+    return pair.method == "LORA"
 
 
 def _parameter(spec: LayerSpec) -> str:

@@ -65,6 +65,7 @@ class _Fitting:
         self._problems += paired.problems
         self._unsupported += paired.unsupported
         self._num_copies += paired.num_repeated
+        self._check_method(paired.pairs)
         experts, wrong_experts, pairs = join_experts(paired.pairs, self._options, self._names.experts)
         joined, wrong_parts, pairs = join_parts(pairs, self._options, self._names.layer)
         self._problems += wrong_experts + wrong_parts
@@ -98,6 +99,14 @@ class _Fitting:
         if num_left_out and not (pairs or whole or paired.tokens):
             self._problems.append("its tensors are only for a vision part, which this text model does not have")
         return replace(paired, pairs=pairs, whole=whole)
+
+    def _check_method(self, pairs: Sequence[FactorPair]) -> None:
+        """The tensors must be those of the method that the config names: its scaling is for them."""
+        other = next((pair for pair in pairs if pair.method != self._options.peft_type), None)
+        if other is not None:
+            self._problems.append(
+                f"{other.module} has tensors of {other.method}, and adapter_config.json says {self._options.peft_type}"
+            )
 
     def _spec_of(self, module: str, option: str, parameter: str | None = None) -> LayerSpec | None:
         """The layer of a module path; None, and why is noted, where there is none. parameter: which of the experts'."""
@@ -286,8 +295,8 @@ def _pair_refusal(pair: FactorPair, spec: LayerSpec) -> Refusal | None:
     if spec.kind not in FACTOR_KINDS:
         what = "a parameter of the whole tower" if spec.kind is LayerKind.SHARED else "a norm"
         return Refusal("target_modules", f"{pair.module} is {what}, which takes no factors")
-    if pair.magnitude is not None and spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
-        return Refusal("use_dora", f"{pair.module}: DoRA is applied to linear layers and patch embeddings only")
+    if pair.magnitude is not None and spec.kind is LayerKind.MATMUL:
+        return Refusal("use_dora", f"{pair.module}: DoRA is not defined for a bare parameter")
     if pair.bias is not None and spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
         return Refusal("lora_bias", f"{pair.module} has no bias")
     return None
@@ -341,10 +350,12 @@ def _fit_layer(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> tuple
     if spec.kind is LayerKind.ROUTER and is_targeted(options.target_parameters, f"{trained_name}.weight"):
         trained_name = f"{trained_name}.weight"
     rank = options.rank_of(trained_name)
-    if a.shape[0] != rank:
-        overlap = len(options.ranks.matching(trained_name))
+    overlap = len(options.ranks.matching(trained_name))
+    if overlap > 1 and pair.method != "LORA" and pair.given_rank is None:
+        return None, f"{pair.module}: {overlap} entries of rank_pattern match it, and its tensors do not show the rank"
+    if not pair.has_rank(rank):
         why = f" ({overlap} entries of rank_pattern match it)" if overlap > 1 else ""
-        return None, f"{pair.module}: rank {a.shape[0]} in the file, {rank} in adapter_config.json{why}"
+        return None, f"{pair.module}: rank {pair.told_rank} in the file, {rank} in adapter_config.json{why}"
     if wrong := _extras_problem(pair, spec, options):
         return None, wrong
     magnitude = None if pair.magnitude is None else pair.magnitude.flatten()
@@ -354,11 +365,11 @@ def _fit_layer(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> tuple
 
 def _extras_problem(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> str | None:
     """Magnitude and bias of B must be there exactly if the config says so, one value an output."""
-    for option, name, wanted, value in (
-        ("use_dora", "lora_magnitude_vector", options.use_dora, pair.magnitude),
-        ("lora_bias", "lora_B.bias", options.lora_bias, pair.bias),
+    for option, name, wanted, value, without in (
+        ("use_dora", "lora_magnitude_vector", options.use_dora, pair.magnitude, (LayerKind.MATMUL,)),
+        ("lora_bias", "lora_B.bias", options.lora_bias, pair.bias, (LayerKind.MATMUL, LayerKind.EMBEDDING)),
     ):
-        if spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
+        if spec.kind in without:
             continue
         if wanted != (value is not None):
             return f"{pair.module} has {'no' if wanted else 'a'} {name}, but {option} is {str(wanted).lower()}"

@@ -67,8 +67,9 @@ def _parts_problem(
             return (
                 f"{pair.module} has more than factors, and the model computes it in one layer with others, {spec.name}"
             )
-        if pair.rank != options.rank_of(pair.module):
-            return f"{pair.module}: rank {pair.rank} in the file, {options.rank_of(pair.module)} in adapter_config.json"
+        rank = options.rank_of(pair.module)
+        if not pair.has_rank(rank):
+            return f"{pair.module}: rank {pair.told_rank} in the file, {rank} in adapter_config.json"
     sizes = {leaf: members[leaf].b.shape[0] for leaf in parts if leaf in members}
     if any(pair.a.shape[1] != spec.in_features for pair in members.values()) or _sizes(sizes, parts, spec) is None:
         listed = ", ".join(f"{leaf} {size}" for leaf, size in sizes.items())

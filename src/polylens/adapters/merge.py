@@ -31,7 +31,9 @@ def merged_weight(weight: torch.Tensor, delta: Delta, kind: LayerKind) -> torch.
         raise InternalError(f"{delta.layer}: delta {tuple(update_oi.shape)} on weight {tuple(weight.shape)}")
     merged = weight.float() + update_oi.to(weight.device)
     if isinstance(delta, ScaledDelta) and delta.scale_o is not None:
-        merged *= delta.scale_o.float().to(weight.device).view(-1, *[1] * (weight.dim() - 1))
+        scale_o = delta.scale_o.float().to(weight.device)
+        out_last = kind in (LayerKind.MATMUL, LayerKind.EMBEDDING)
+        merged *= scale_o if out_last else scale_o.view(-1, *[1] * (weight.dim() - 1))
     return merged.to(weight.dtype)
 
 

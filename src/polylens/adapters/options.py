@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from polylens.adapters.lycoris import LYCORIS_TYPES
 from polylens.adapters.patterns import Patterns, pattern_fault
 from polylens.errors import AdapterFormatError, AdapterUnsupportedError
 
@@ -67,6 +68,20 @@ _APPLIED = frozenset(
     }
 )
 
+# Of LoHa and LoKr: applied (alpha), about training, or told by the tensors' shapes.
+_LYCORIS = frozenset(
+    {
+        "alpha",
+        "decompose_both",
+        "decompose_factor",
+        "init_weights",
+        "module_dropout",
+        "rank_dropout",
+        "rank_dropout_scale",
+        "use_effective_conv2d",
+    }
+)
+
 # Initialisations that leave the base weights as they are; others (pissa, olora, corda, loftq, lora_ga, mica …)
 # change the base weights or how the tensors are used, so the plain base model plus delta would be another model.
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "true", "false"})
@@ -113,6 +128,8 @@ class LoraOptions:
 
     rank: int
     alpha: float
+    peft_type: str = "LORA"
+    """Or LOHA, LOKR, which have no options but these, targets and `modules_to_save`."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
@@ -161,9 +178,12 @@ def parse_options(config: Mapping[str, Any]) -> LoraOptions:
     """
     if "peft_type" not in config:
         raise AdapterFormatError("adapter_config.json has no peft_type: not a PEFT adapter")
+    peft_type = _peft_type(config)
+    alpha = "alpha" if peft_type in LYCORIS_TYPES else "lora_alpha"
     return LoraOptions(
         rank=_rank(config.get("r"), "r"),
-        alpha=_alpha(config.get("lora_alpha"), "lora_alpha"),
+        alpha=_alpha(config.get(alpha), alpha),
+        peft_type=peft_type,
         rank_pattern={key: _rank(value, f"rank_pattern[{key!r}]") for key, value in _pattern(config, "rank_pattern")},
         alpha_pattern={
             key: _alpha(value, f"alpha_pattern[{key!r}]") for key, value in _pattern(config, "alpha_pattern")
@@ -186,8 +206,10 @@ def parse_options(config: Mapping[str, Any]) -> LoraOptions:
 def refusals(config: Mapping[str, Any]) -> tuple[Refusal, ...]:
     """Every option in `config` that would change the result and is not applied."""
     found = []
-    if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        found.append(Refusal("peft_type", f"{_shown(config['peft_type'])} is not LORA"))
+    peft_type = _peft_type(config)
+    if peft_type not in ("LORA", *LYCORIS_TYPES):
+        found.append(Refusal("peft_type", f"{_shown(config['peft_type'])} is not LORA, LOHA or LOKR"))
+    own = _LYCORIS if peft_type in LYCORIS_TYPES else frozenset()
     if not _is_neutral(config.get("bias")) and config["bias"] not in _BIASES:
         found.append(Refusal("bias", f"{_shown(config['bias'])} is none of {', '.join(_BIASES)}"))
     init = config.get("init_lora_weights")
@@ -199,11 +221,15 @@ def refusals(config: Mapping[str, Any]) -> tuple[Refusal, ...]:
             )
         )
     for option, value in config.items():
-        if option in _APPLIED or option in _INFORMATIONAL or _is_neutral(value):
+        if option in _APPLIED or option in _INFORMATIONAL or option in own or _is_neutral(value):
             continue
         reason = _REASONS.get(option, "unknown to polylens, and it may change the result")
         found.append(Refusal(option, f"{reason} (value {_shown(value)})"))
     return tuple(found)
+
+
+def _peft_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("peft_type", "LORA")).upper()
 
 
 def check_refusals(config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polylens.adapters.lycoris import lycoris_factors
 from polylens.adapters.options import Refusal
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _LORA = re.compile(
     r"|(?P<magnitude>magnitude_vector)(?:\.(?P<magnitude_adapter>(?!weight$)[^.]+))?(?:\.weight)?"
     r")"
 )
+_LYCORIS = re.compile(r"(?P<module>.+)\.(?P<slot>(?:hada|lokr)_(?:w[12](?:_[ab])?|t[12]))(?:\.(?P<adapter>[^.]+))?")
 _TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?")
 _WHOLE = re.compile(r"(?!.*\.(?:lora_|original_module\.|trainable_tokens_))(?P<module>.+)\.(?P<parameter>[A-Za-z]\w*)")
 _SAVED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")
@@ -53,10 +55,25 @@ class FactorPair:
     bias: torch.Tensor | None = None
     embedding: bool = False
     names: tuple[str, ...] = ()
+    method: str = "LORA"
+    """The `peft_type` whose tensors these are."""
+    given_rank: int | None = None
+    """Where the method's rank is not that of the factors: the former, None if the tensors do not show it."""
 
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+    def has_rank(self, rank: int) -> bool:
+        """Whether adapter_config.json may give this rank."""
+        if self.method == "LORA":
+            return self.rank == rank
+        return self.given_rank is None or self.given_rank == rank
+
+    @property
+    def told_rank(self) -> int:
+        """The method's rank as the tensors show it."""
+        return self.rank if self.given_rank is None else self.given_rank
 
     @property
     def num_parameters(self) -> int:
@@ -106,6 +123,7 @@ class _Sorting:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._slots: dict[tuple[str, int], dict[str, list[str]]] = {}
+        self._lycoris: dict[str, dict[str, str]] = {}
         self._whole: dict[tuple[str, str], WholeTensor] = {}
         self._tokens: dict[str, TrainedTokens] = {}
         self._originals: list[tuple[str, tuple[str, str]]] = []
@@ -126,6 +144,7 @@ class _Sorting:
             self._problems += wrong
             if not wrong:
                 pairs.append(_pair(module, found, self._tensors))
+        pairs += self._lycoris_pairs()
         whole, tokens = tuple(self._whole.values()), tuple(self._tokens.values())
         return PairedTensors(
             tuple(pairs), tuple(self._problems), whole=whole, tokens=tokens, num_repeated=self._num_repeated
@@ -136,6 +155,8 @@ class _Sorting:
             self._add_slot(name, match)
         elif not bool(torch.isfinite(self._tensors[name]).all()):
             self._problems.append(f"{name} holds NaN or infinity")
+        elif match := _LYCORIS.fullmatch(name):
+            self._add_lycoris(name, match)
         elif match := _TOKENS.fullmatch(name):
             self._add_tokens(name, trained_path(match["module"]))
         elif match := _WHOLE.fullmatch(_SAVED.sub("", name)):
@@ -153,6 +174,27 @@ class _Sorting:
         # PEFT nests the wrappers of a module's parameters: the factors of the first are those of `base_layer`.
         depth = match["module"].count(".base_layer")
         self._slots.setdefault((trained_path(match["module"]), depth), {}).setdefault(slot, []).append(name)
+
+    def _add_lycoris(self, name: str, match: re.Match[str]) -> None:
+        self._adapter_names.add(match["adapter"])
+        module = trained_path(match["module"])
+        other = self._lycoris.setdefault(module, {}).setdefault(match["slot"], name)
+        if other != name:
+            self._problems.append(f"{module} has {match['slot']} twice: {other}, {name}")
+
+    def _lycoris_pairs(self) -> list[FactorPair]:
+        pairs = []
+        for module, names in self._lycoris.items():
+            factors = lycoris_factors({slot: self._tensors[name] for slot, name in names.items()})
+            if isinstance(factors, str):
+                self._problems.append(f"{module} {factors}")
+                continue
+            method = "LOHA" if next(iter(names)).startswith("hada") else "LOKR"
+            every = tuple(names.values())
+            pairs.append(
+                FactorPair(module, factors.a, factors.b, names=every, method=method, given_rank=factors.config_rank)
+            )
+        return pairs
 
     def _add_tokens(self, name: str, module: str) -> None:
         if module in self._tokens:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from polylens.adapters.merge import merged_parameters
-from polylens.core import Delta, LayerKind, Replacement, TokenRows
+from polylens.core import Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError, RowRuleError
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ class EmbeddingModule(SpecialModule):
         elif isinstance(change, Delta):
             h_rt = change.a[:, ids_t]
             y_td += self._scaled(change.scaling * (change.b @ h_rt).t()).to(y_td.dtype)
+            if isinstance(change, ScaledDelta) and change.scale_o is not None:
+                y_td *= change.scale_o.to(y_td.dtype)
 
     def _scaled(self, rows_td: torch.Tensor) -> torch.Tensor:
         """Times what the module multiplies its own rows by (Gemma 3: the root of the width)."""
