@@ -49,15 +49,21 @@ def merged_reference(
 
 
 def reference_answer(
-    checkpoint: str | Path, adapter: str | Path, messages: Messages, max_new_tokens: int
+    checkpoint: str | Path,
+    adapter: str | Path,
+    messages: Messages,
+    max_new_tokens: int,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[int], torch.Tensor]:
     """As `merged_reference`, by PEFT's model with the adapter beside the weights: where PEFT cannot merge exactly.
 
     It cannot where the head is tied to the embedding (the merge changes both), nor new biases of layers that
     have none.
     """
-    model, processor = unmerged_model(checkpoint, adapter), processor_of(checkpoint)
+    model, processor = unmerged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
     inputs = reference_inputs(processor, messages)
+    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     return _greedy(model, inputs, max_new_tokens, ignore_eos=True)
 
 
@@ -192,8 +198,8 @@ def _load_by_name(model: PreTrainedModel, adapter: str) -> Any:
 
 
 @lru_cache(maxsize=MAX_CACHED_MODELS)
-def unmerged_model(checkpoint: str | Path, adapter: str | Path) -> Any:
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+def unmerged_model(checkpoint: str | Path, adapter: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
     return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 

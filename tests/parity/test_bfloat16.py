@@ -40,7 +40,7 @@ def test_error_is_like_a_merged_models(family: str, tmp_path: Path) -> None:
             dtype=torch.bfloat16,
             frames_as_pictures=bench.frames_as_pictures,
         )
-        n = _num_comparable(exact.token_ids, answer.token_ids, merged_ids)
+        n = num_comparable(exact.token_ids, answer.token_ids, merged_ids)
         truth = torch.stack(exact.logits)[:n]
         ours[case.adapter].append((torch.stack(answer.logits)[:n] - truth).flatten())
         theirs[case.adapter].append((merged_logits[:n] - truth).flatten())
@@ -48,7 +48,7 @@ def test_error_is_like_a_merged_models(family: str, tmp_path: Path) -> None:
     assert all(0 < ratio <= MAX_ERROR_RATIO for ratio in ratios.values()), ratios
 
 
-def _num_comparable(*answers: Sequence[int]) -> int:
+def num_comparable(*answers: Sequence[int]) -> int:
     """Steps whose logits follow from the same tokens in all answers."""
     for index, tokens in enumerate(zip(*answers, strict=True)):
         if len(set(tokens)) > 1:

@@ -160,10 +160,12 @@ class EmbeddingModule(SpecialModule):
             row_t = hit_tn.any(dim=1)
             y_td[row_t] = self._scaled(change.rows_nd[hit_tn[row_t].long().argmax(dim=1)]).to(y_td.dtype)
         elif isinstance(change, Delta):
-            h_rt = change.a[:, ids_t]
-            y_td += self._scaled(change.scaling * (change.b @ h_rt).t()).to(y_td.dtype)
+            # Summed in float32 and rounded once, as a matrix product would.
+            h_tr = change.a[:, ids_t].t().float()
+            sum_td = y_td + self._scaled(change.scaling * (h_tr @ change.b.t().float()))
             if isinstance(change, ScaledDelta) and change.scale_o is not None:
-                y_td *= change.scale_o.to(y_td.dtype)
+                sum_td *= change.scale_o
+            y_td.copy_(sum_td)
 
     def _scaled(self, rows_td: torch.Tensor) -> torch.Tensor:
         """Times what the module multiplies its own rows by (Gemma 3: the root of the width)."""

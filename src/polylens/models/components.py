@@ -11,7 +11,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from polylens.core import Component, LayerKind, LayerSpec, ModelLayers
+from polylens.core import BARE_KINDS, Component, LayerKind, LayerSpec, ModelLayers
 from polylens.models.families import notes_for
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def _not_adaptable(layer: str, model: PreTrainedModel) -> str | None:
 
 def _module_of(spec: LayerSpec) -> str:
     """The module that has the layer's weight; some layers are parameters of one."""
-    is_parameter = spec.kind in (LayerKind.EXPERTS, LayerKind.MATMUL)
-    return spec.name.rpartition(".")[0] if is_parameter else spec.name
+    return spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name
 
 
 def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> Iterator[LayerSpec]:
