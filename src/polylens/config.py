@@ -58,6 +58,9 @@ class EngineConfig:
     trust_remote_code: bool = False
     apply_mode: ApplyMode = "auto"
     """Force how deltas are applied (tests); "auto" lets the cost model choose."""
+    calibrate: bool = True
+    """Whether "auto" chooses by constants measured on this machine (once, under half a second, then kept on disk);
+    else by those of a 2-core CPU, which makes the choice the same everywhere."""
     compile_kernels: bool = True
     """Whether kernels for decode steps may be compiled here, by the system's C compiler (CPU, float32); without them
     decoding is slower."""

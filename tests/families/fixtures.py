@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
-from polylens.disk_cache import CACHE_VARIABLE
+from polylens.disk_cache import CACHE_VARIABLE, DiskCache
+from polylens.lora.cost import CALIBRATION_VERSION, Calibration, machine_facts
 from tests.families.build import build_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Row rules that one test process found serve only it: none from the user's cache, none left there."""
+    """What one test process measured serves only it: none from the user's cache, none left there.
+
+    The cost model's constants are the default ones, as if measured: tests choose the same way on every machine.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("polylens-cache")))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            facts = machine_facts(torch.device("cpu"), dtype)
+            DiskCache("cost", CALIBRATION_VERSION).store(facts, asdict(Calibration()))
         yield
 
 

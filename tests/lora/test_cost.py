@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylens.lora.cost import Calibration, CostModel, calibrate, choose
+from polylens.lora.cost import Calibration, CostModel, calibrate, choose, kept_calibration
 
 DEFAULT = Calibration()
 FEATURES = st.integers(1, 20_000)
@@ -44,3 +45,39 @@ def test_calibration_is_quick_and_plausible(dtype: torch.dtype) -> None:
     assert 1e7 < measured.flops_per_s < 1e15
     assert 1e6 < measured.values_per_s < 1e13
     assert 0 < measured.call_s < 0.1
+
+
+def test_the_calibration_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    first = kept_calibration(device, torch.float32, tmp_path)
+    monkeypatch.setattr("polylens.lora.cost.calibrate", lambda *_: pytest.fail("measured again"))
+    assert kept_calibration(device, torch.float32, tmp_path) == first
+
+
+@pytest.mark.parametrize("changed", ["dtype", "threads"])
+def test_another_setting_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    measured: list[torch.dtype] = []
+
+    def measure(_device: torch.device, dtype: torch.dtype) -> Calibration:
+        measured.append(dtype)
+        return Calibration(call_s=float(len(measured)))
+
+    monkeypatch.setattr("polylens.lora.cost.calibrate", measure)
+    device = torch.device("cpu")
+    kept_calibration(device, torch.float32, tmp_path)
+    if changed == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    other = kept_calibration(device, torch.bfloat16 if changed == "dtype" else torch.float32, tmp_path)
+    assert other.call_s == 2
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"call_s": "x"}', '{"call_s": 0.0}', '{"call_s": NaN}', '{"speed": 1}']
+)
+def test_a_damaged_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.setattr("polylens.lora.cost.calibrate", lambda *_: Calibration(call_s=3.0))
+    device = torch.device("cpu")
+    kept_calibration(device, torch.float32, tmp_path)
+    [file] = tmp_path.rglob("*.json")
+    file.write_text(content)
+    assert kept_calibration(device, torch.float32, tmp_path).call_s == 3.0

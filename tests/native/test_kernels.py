@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,19 @@ def test_adapters_of_other_layouts(kernels: Kernels) -> None:
         FewRowsKernel(kernels).apply_factored_(x, y, [DeltaRows(odd, 0, 2)])
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
     assert not wide[:, 30:].any()
+
+
+def test_the_kernel_keeps_no_adapter_alive_and_mistakes_none_for_another(kernels: Kernels) -> None:
+    kernel = FewRowsKernel(kernels)
+    x = torch.randn(2, 20)
+    for seed in range(50):  # the same addresses and ids come again
+        delta = make_delta("layer", 20, 30, 1 + seed % 5, seed, torch.float32)
+        y = torch.zeros(2, 30)
+        kernel.apply_factored_(x, y, [DeltaRows(delta, 0, 2)])
+        torch.testing.assert_close(y, apply_reference(x, torch.zeros(2, 30), [DeltaRows(delta, 0, 2)]))
+        del delta
+    gc.collect()
+    assert not kernel._heads._by_id
 
 
 @settings(deadline=None, max_examples=60)

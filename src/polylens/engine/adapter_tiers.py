@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polylens.errors import AdapterFormatError, InternalError
 
@@ -35,6 +35,10 @@ class TieredDeltas(Mapping[str, "Change"]):
         if self.placed is None:
             raise InternalError(f"layer {layer}: the adapter's tensors are not on the device")
         return self.placed[layer]
+
+    def get(self, layer: str, default: Any = None) -> Any:
+        """As every mapping's, but quick: each layer of each step asks every adapter."""
+        return self[layer] if self.placed is None else self.placed.get(layer, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

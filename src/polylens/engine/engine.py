@@ -26,7 +26,7 @@ from polylens.engine.sequence import Sequence
 from polylens.engine.vision import VisionCache, VisionStage, encoder_rows
 from polylens.errors import InternalError, PolylensError, RequestError
 from polylens.lora.context import RoutingContext
-from polylens.lora.cost import CostModel
+from polylens.lora.cost import CostModel, kept_calibration
 from polylens.lora.kernels import choose_factored
 from polylens.lora.layers import WrappedLayers, wrap_layers
 from polylens.lora.linear import make_linears_fast
@@ -177,10 +177,16 @@ class Engine:
             reachable.values(),
             self.context,
             probe.rules,
-            CostModel(self.config.apply_mode),
+            self._cost_model(),
             choose_factored(self.loaded.device, self._kernels),
         )
         self.probe = probe
+
+    def _cost_model(self) -> CostModel:
+        mode = self.config.apply_mode
+        if mode != "auto" or not self.config.calibrate:
+            return CostModel(mode)
+        return CostModel(mode, kept_calibration(self.loaded.device, self.loaded.dtype))
 
     # ---- requests
 

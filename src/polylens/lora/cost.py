@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from polylens.config import ApplyMode
+from polylens.disk_cache import DiskCache
 
 Way = Literal["factored", "fused"]
 
@@ -65,6 +68,52 @@ class CostModel:
         if self.mode == "auto":
             return choose(rows, in_features, out_features, rank, self.calibration)
         return self.mode
+
+
+CALIBRATION_VERSION = 1
+"""Raise when `calibrate` measures something else."""
+
+
+def kept_calibration(device: torch.device, dtype: torch.dtype, cache_dir: Path | None = None) -> Calibration:
+    """What `calibrate` found on this machine, measured the first time and then read from disk.
+
+    Another processor, number of threads, dtype or torch is measured anew. cache_dir: where, instead of the default.
+    """
+    cache = DiskCache("cost", CALIBRATION_VERSION, cache_dir)
+    facts = machine_facts(device, dtype)
+    found = cache.load(facts, _from_json)
+    if found is None:
+        found = calibrate(device, dtype)
+        cache.store(facts, asdict(found))
+    return found
+
+
+def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What the constants depend on."""
+    on_gpu = device.type == "cuda"
+    processor = torch.cuda.get_device_name(device) if on_gpu else _processor_name()
+    return {
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+    }
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return ", ".join(sorted(names)) or platform.processor() or platform.machine()
+
+
+def _from_json(content: Mapping[str, Any]) -> Calibration:
+    found = Calibration(**{name: float(value) for name, value in content.items()})
+    if not all(value > 0 for value in asdict(found).values()):
+        raise ValueError("constants must be positive")
+    return found
 
 
 PROBE_FEATURES = 1024

@@ -32,6 +32,11 @@ MATMULS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
 """The calls by which a module may multiply with a bare parameter, x @ W."""
 
 
+ALWAYS_FACTORED = 8
+"""Rows of a segment up to which no layer that is worth the thought is fused: decode steps need not ask the cost model,
+which they would some hundred times."""
+
+
 class WrappedLayers:
     """The wrapped layers of one model; `unwrap` takes everything back (once; later calls do nothing)."""
 
@@ -129,10 +134,10 @@ class _Layer:
         """(factored, fused) by cost."""
         factored: list[DeltaRows[Delta]] = []
         fused: list[DeltaRows[Delta]] = []
-        spec = self.spec
+        if self._cost.mode == "auto" and all(stop - start <= ALWAYS_FACTORED for _, start, stop in rows):
+            return list(rows), fused
         for row in rows:
-            way = self._cost.choose(row.stop - row.start, spec.in_features, spec.out_features, row.delta.rank)
-            (factored if way == "factored" else fused).append(row)
+            (factored if self.way_of(row) == "factored" else fused).append(row)
         return factored, fused
 
     def factored(self, x: torch.Tensor, y: torch.Tensor, rows: Sequence[DeltaRows[Delta]]) -> torch.Tensor:

@@ -4,6 +4,6 @@ Torch's calls cost more than their arithmetic where each of eight adapters has o
 keys once for every query head. Without a compiler everything runs as well, slower.
 """
 
-from polylens.native.library import Kernels, compiled_kernels
+from polylens.native.library import Kernels, compiled_kernels, segment_head, segment_rows
 
-__all__ = ["Kernels", "compiled_kernels"]
+__all__ = ["Kernels", "compiled_kernels", "segment_head", "segment_rows"]

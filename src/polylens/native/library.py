@@ -29,9 +29,21 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 COMPILE_S = 60
 """The compiler takes half a second; one that hangs must not hold up a start."""
 
-_SEGMENT = struct.Struct("@PPfiii")
+_SEGMENT_HEAD = struct.Struct("@PPfi")
+_SEGMENT_ROWS = struct.Struct("@ii")
 _DECODING = struct.Struct("@Pii")
-"""As in kernels.c, without gaps."""
+"""As in kernels.c, without gaps; a segment in two parts, of which the first stays the same as long as its adapter."""
+
+
+def segment_head(a: torch.Tensor, b: torch.Tensor, scaling: float) -> bytes:
+    """The part of a segment that tells its adapter: A (r, i) and B (o, r), contiguous float32 that stay in place."""
+    return _SEGMENT_HEAD.pack(a.data_ptr(), b.data_ptr(), scaling, a.shape[0])
+
+
+@functools.lru_cache(4096)
+def segment_rows(start: int, stop: int) -> bytes:
+    """The part of a segment that tells its rows."""
+    return _SEGMENT_ROWS.pack(start, stop)
 
 
 class Kernels:
@@ -49,22 +61,21 @@ class Kernels:
         self,
         x_ti: torch.Tensor,
         y_to: torch.Tensor,
-        segments: Sequence[tuple[torch.Tensor, torch.Tensor, float, int, int]],
+        segments: Sequence[bytes],
+        num_values: int,
     ) -> None:
-        """y[start:stop] += scaling (x[start:stop] Aᵀ) Bᵀ for every (A (r, i), B (o, r), scaling, start, stop)."""
-        num_values = sum((stop - start) * a.shape[0] for a, _, _, start, stop in segments)
-        table = b"".join(
-            _SEGMENT.pack(a.data_ptr(), b.data_ptr(), scaling, a.shape[0], start, stop)
-            for a, b, scaling, start, stop in segments
-        )
+        """y[start:stop] += scaling (x[start:stop] Aᵀ) Bᵀ for every segment (`segment_head`, then `segment_rows`).
+
+        num_values: the sum of rows times rank over the segments.
+        """
         h = torch.empty(num_values, dtype=torch.float32)
         self._factored(
             x_ti.data_ptr(),
             y_to.data_ptr(),
             x_ti.shape[1],
             y_to.shape[1],
-            table,
-            len(segments),
+            b"".join(segments),
+            len(segments) // 2,
             h.data_ptr(),
             torch.get_num_threads(),
         )
