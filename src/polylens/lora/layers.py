@@ -174,7 +174,7 @@ class _Layer:
         y = self.fused(x, weight, bias, fused) if fused else base()
         return self.factored(x, y, factored) if factored else y
 
-    def way_of(self, row: DeltaRows[Change]) -> Way:
+    def way_of(self, row: DeltaRows[Change] | DeltaRows[Delta]) -> Way:
         spec = self.spec
         return self._cost.choose(row.stop - row.start, spec.in_features, spec.out_features, row.delta.rank)
 
