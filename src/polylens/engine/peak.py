@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """
     if device.type == "cuda":
         return _cuda_peak(device, work)
+    gc.collect()  # what is garbage already would be released, and counted, meanwhile
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would greet on standard error
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         result = work()
