@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 import transformers
-from polylens.bench.recipe import TINY, Recipe
-from polylens.bench.setting import Setting
 
 from polylens import LLM, ChatRequest, SamplingParams, __version__
+from polylens.bench.recipe import TINY, Recipe
+from polylens.bench.setting import Setting
 
 WARM_UP = 1
 VLLM_TIMEOUT_S = 1800

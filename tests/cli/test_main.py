@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,7 +47,15 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
 
 def test_all_shared_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
     seen: dict[str, object] = {}
-    monkeypatch.setattr("polylens.LLM", lambda model, **given: seen.update(model=model, **given), raising=False)
+
+    class Told:
+        """Stands in for the LLM. Its adapters bring no processing of their own."""
+
+        def __init__(self, model: str, **given: object) -> None:
+            seen.update(model=model, **given)
+            self.registry = SimpleNamespace(report=lambda name: SimpleNamespace(processing=()))
+
+    monkeypatch.setattr("polylens.LLM", Told, raising=False)
     given = options.ModelOptions("m", options.DType.BFLOAT16, "cuda", 5, 7, trust_remote_code=True)
     options.open_llm(given, {"a": "b"})
     config = EngineConfig(

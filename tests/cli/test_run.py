@@ -93,7 +93,7 @@ def test_a_prompt_longer_than_the_context_is_refused(shop: Shop):
 
 
 def test_too_little_memory_is_refused(shop: Shop):
-    assert_refused(run(shop, "--kv-bytes", 1), "kv_bytes=1 holds no KV page")
+    assert_refused(run(shop, "--kv-bytes", 1), "kv_bytes=1 is too small for any request")
 
 
 def adapter_copy(shop: Shop, tmp_path: Path) -> Path:

@@ -10,10 +10,11 @@ import torch
 from polylens.engine.executor import Limits
 from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv
 from polylens.engine.pages import pages_for
+from polylens.engine.plan import MAX_STATE_SHARE
 from polylens.engine.runner import Runner
 from polylens.engine.sequence import MediaSpan
 from polylens.engine.vision import EncodeJob, VisionStage
-from polylens.errors import ModelLoadError, PolylensError
+from polylens.errors import PolylensError
 from polylens.models.positions import position_rows, two_way_spans
 from polylens.models.text import TextRunner
 
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
     from polylens.models.loading import LoadedModel
     from polylens.models.processing import PreparedPrompt
     from polylens.native import Kernels
-
-
-MAX_STATE_SHARE = 0.5
-"""Part of `kv_bytes` that states which layers carry from token to token (Qwen3.5, LFM2) may take: they are as large
-for a short answer as for a long one, and must leave room for the pages of long ones."""
 
 
 @dataclass(eq=False)
@@ -63,9 +59,10 @@ class PagedExecutor:
         text = TextRunner(loaded)
         with torch.inference_mode():
             layers, state_bytes = measure_kv(text, position_rows(loaded.inner))
-        max_running = _max_running(config, kv_bytes, state_bytes)
         page_bytes = bytes_per_token(layers, loaded.dtype) * config.page_tokens
-        num_pages = _num_pages(config, loaded, kv_bytes - max_running * state_bytes, page_bytes, max_running)
+        max_running = _max_running(config, kv_bytes, page_bytes, state_bytes)
+        usable = max_running * pages_for(loaded.max_model_len, config.page_tokens)
+        num_pages = min(usable, (kv_bytes - max_running * state_bytes) // page_bytes)
         kv = PagedKV(
             layers, num_pages=num_pages, page_tokens=config.page_tokens, dtype=loaded.dtype, device=loaded.device
         )
@@ -129,28 +126,12 @@ class PagedExecutor:
         }
 
 
-def _max_running(config: EngineConfig, kv_bytes: int, state_bytes: int) -> int:
-    """Sequences decoded together: no more than whose carried states fill their part of the KV budget."""
+def _max_running(config: EngineConfig, kv_bytes: int, page_bytes: int, state_bytes: int) -> int:
+    """Sequences decoded together: no more than whose carried states fill their part and leave a page."""
     if state_bytes == 0:
         return config.max_running
-    affordable = int(kv_bytes * MAX_STATE_SHARE) // state_bytes
-    if affordable < 1:
-        raise ModelLoadError(
-            f"kv_bytes={kv_bytes} is too small: a request of this model carries a state of {state_bytes} bytes; "
-            f"give at least {int(state_bytes / MAX_STATE_SHARE)}"
-        )
+    affordable = min(int(kv_bytes * MAX_STATE_SHARE), kv_bytes - page_bytes) // state_bytes
     return min(config.max_running, affordable)
-
-
-def _num_pages(config: EngineConfig, loaded: LoadedModel, num_bytes: int, page_bytes: int, max_running: int) -> int:
-    """KV pages within the bytes that states leave, but no more than the running sequences could ever fill."""
-    affordable = num_bytes // page_bytes
-    if affordable < 1:
-        raise ModelLoadError(
-            f"{num_bytes} bytes for keys and values hold no KV page: one page of {config.page_tokens} tokens needs "
-            f"{page_bytes} bytes; raise kv_bytes"
-        )
-    return min(affordable, max_running * pages_for(loaded.max_model_len, config.page_tokens))
 
 
 def _media_spans(prompt: PreparedPrompt, jobs: Sequence[EncodeJob]) -> tuple[MediaSpan, ...]:

@@ -32,6 +32,11 @@ VISION_SHARE = 0.1
 """Of what is left: features are small beside KV pages (one row a visual token, not two rows a layer)."""
 
 
+MAX_STATE_SHARE = 0.5
+"""Part of the KV memory that states which layers carry from token to token (Qwen3.5, LFM2) may take: they are as large
+for a short answer as for a long one, and must leave room for the pages of long ones."""
+
+
 @dataclass(frozen=True)
 class Curve:
     """Bytes needed at growing sizes, from measurements at (at least two) sizes, smallest first."""
@@ -248,13 +253,14 @@ def _most_kv(needs: Needs, config: EngineConfig) -> int:
 
 
 def _check_fits(plan: MemoryPlan, needs: Needs, config: EngineConfig, free_bytes: int) -> None:
-    least_kv = needs.kv_token_bytes * config.page_tokens
-    if config.kv_bytes is not None and config.kv_bytes < least_kv:
+    least = _least_kv(needs, config)
+    if config.kv_bytes is not None and config.kv_bytes < least:
+        state = f" and its state {needs.state_bytes}" if needs.state_bytes else ""
         raise ModelLoadError(
-            f"kv_bytes={config.kv_bytes} holds no KV page: one page of {config.page_tokens} tokens needs {least_kv} "
-            "bytes"
+            f"kv_bytes={config.kv_bytes} is too small for any request: one page of {config.page_tokens} tokens takes "
+            f"{needs.kv_token_bytes * config.page_tokens} bytes{state}; give at least {least}"
         )
-    missing = max(least_kv - plan.kv_bytes, 0) + max(plan.taken_bytes - free_bytes, 0)
+    missing = max(least - plan.kv_bytes, 0) + max(plan.taken_bytes - free_bytes, 0)
     if missing:
         parts = ", ".join(f"{name} {size}" for name, size in plan.parts().items())
         raise ModelLoadError(
@@ -262,3 +268,9 @@ def _check_fits(plan: MemoryPlan, needs: Needs, config: EngineConfig, free_bytes
             f"(in bytes: {parts}); lower max_model_len, max_step_tokens, kv_bytes, vision_cache_bytes or "
             "adapter_device_bytes"
         )
+
+
+def _least_kv(needs: Needs, config: EngineConfig) -> int:
+    """Bytes that one request needs to begin; states may take no more than their share."""
+    page = needs.kv_token_bytes * config.page_tokens
+    return max(page + needs.state_bytes, int(needs.state_bytes / MAX_STATE_SHARE))
