@@ -40,7 +40,7 @@ def test_version():
         (["run", "m"], ["--prompt"]),
         (["run", "m", "--prompt", "x", "--speed", "9"], ["--speed"]),
         (["run", "m", "--prompt", "x", "--max-tokens", "many"], ["--max-tokens"]),
-        (["run", "m", "--prompt", "x", "--max-tokens", "0"], ["max_tokens", "at least 1"]),
+        (["run", "m", "--prompt", "x", "--max-tokens", "0"], ["max_tokens", "greater than or equal to 1"]),
         (["run", "m", "--prompt", "x", "--temperature", "nan"], ["temperature"]),
         (["run", "m", "--prompt", "x", "--dtype", "int8"], ["--dtype"]),
         (["run", "m", "--prompt", "x", "--use", "gauges"], ["unknown adapter 'gauges'"]),
