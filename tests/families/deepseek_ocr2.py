@@ -53,6 +53,7 @@ def deepseek_ocr2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     text = text_config(
         tokenizer,
         "<eos>",
+        max_position_embeddings=4096,
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,

@@ -19,9 +19,11 @@ MAX_PIXELS = 64 * 64
 class Family:
     """How one family's checkpoint is made.
 
-    takes_videos: whether its processor does. needs_picture: whether it refuses a request without one. mixes_kinds:
-    whether transformers' own forward takes pictures and videos in one prompt. silent_tokens: never answered: where a
-    model answers with a media token, transformers puts the first picture's first feature in its place.
+    takes_videos: whether its processor does. stacks_videos: whether it takes several in a request only if they have
+    equally many frames. needs_picture: whether it refuses a request without one. takes_turns: whether it takes
+    earlier answers. mixes_kinds: whether transformers' own forward takes pictures and videos in one prompt.
+    silent_tokens: never answered: where a model answers with a media token, transformers puts the first picture's
+    first feature in its place.
     """
 
     make_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -29,7 +31,9 @@ class Family:
     make_model: Callable[[PreTrainedTokenizerBase], PreTrainedModel]
     stop_tokens: tuple[str, ...]
     takes_videos: bool = False
+    stacks_videos: bool = False
     needs_picture: bool = False
+    takes_turns: bool = True
     mixes_kinds: bool = True
     silent_tokens: tuple[str, ...] = ()
 

@@ -120,9 +120,16 @@ GRANITE_STOP = ("<|end_of_text|>",)
 TILED: Mapping[str, Family] = {
     "gemma3": Family(gemma_tokenizer, _gemma3_processor, _gemma3, ("<eos>", "<end_of_turn>")),
     "llava": Family(llava_tokenizer, _llava_processor, _llava, ("</s>",)),
-    "paligemma": Family(paligemma_tokenizer, paligemma_processor, paligemma, ("<eos>",), needs_picture=True),
+    "paligemma": Family(
+        paligemma_tokenizer, paligemma_processor, paligemma, ("<eos>",), needs_picture=True, takes_turns=False
+    ),
     "internvl": Family(
-        crops.internvl_tokenizer, crops.internvl_processor, crops.internvl, CHATML_STOP, takes_videos=True
+        crops.internvl_tokenizer,
+        crops.internvl_processor,
+        crops.internvl,
+        CHATML_STOP,
+        takes_videos=True,
+        stacks_videos=True,
     ),
     "llava_next": Family(llava_tokenizer, anyres.llava_next_processor, anyres.llava_next, ("</s>",)),
     "llava_next_granite": Family(
@@ -134,6 +141,7 @@ TILED: Mapping[str, Family] = {
         anyres.llava_next_video,
         ("</s>",),
         takes_videos=True,
+        stacks_videos=True,
     ),
     "llava_onevision": Family(
         anyres.onevision_tokenizer,
@@ -141,6 +149,7 @@ TILED: Mapping[str, Family] = {
         anyres.llava_onevision,
         CHATML_STOP,
         takes_videos=True,
+        stacks_videos=True,
     ),
     "granite4_vision": Family(
         anyres.granite_tokenizer, anyres.granite4_vision_processor, anyres.granite4_vision, GRANITE_STOP
@@ -151,7 +160,16 @@ TILED: Mapping[str, Family] = {
         crops.cohere2_tokenizer, crops.cohere2_vision_processor, crops.cohere2_vision, COHERE_STOP
     ),
     "ovis2": Family(crops.ovis2_tokenizer, crops.ovis2_processor, crops.ovis2, CHATML_STOP),
-    "got_ocr2": Family(crops.got_tokenizer, crops.got_ocr2_processor, crops.got_ocr2, CHATML_STOP, needs_picture=True),
+    "got_ocr2": Family(
+        crops.got_tokenizer,
+        crops.got_ocr2_processor,
+        crops.got_ocr2,
+        CHATML_STOP,
+        needs_picture=True,
+        takes_turns=False,
+    ),
     "llama4": Family(crops.llama4_tokenizer, crops.llama4_processor, crops.llama4, ("<|eot|>",)),
-    "deepseek_ocr2": Family(deepseek_ocr2_tokenizer, deepseek_ocr2_processor, deepseek_ocr2, ("<eos>",)),
+    "deepseek_ocr2": Family(
+        deepseek_ocr2_tokenizer, deepseek_ocr2_processor, deepseek_ocr2, ("<eos>",), takes_turns=False
+    ),
 }

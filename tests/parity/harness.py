@@ -71,12 +71,12 @@ def questions(family: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _taken(family: str, asked: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """Those that the family takes: some take one turn, and refuse it without a picture."""
-    if not ALL_FAMILIES[family].mixes_kinds:
-        asked = {name: messages for name, messages in asked.items() if name != "mixed media"}
-    if not ALL_FAMILIES[family].needs_picture:
-        return asked
-    return {name: messages for name, messages in asked.items() if "text" not in name and name != "turns"}
+    """Those that the family takes."""
+    recipe = ALL_FAMILIES[family]
+    refused = {"mixed media"} if not recipe.mixes_kinds else set()
+    refused |= {"text", "long text"} if recipe.needs_picture else set()
+    refused |= {"turns"} if not recipe.takes_turns else set()
+    return {name: messages for name, messages in asked.items() if name not in refused}
 
 
 def more_questions(family: str) -> dict[str, list[dict[str, Any]]]:
@@ -87,12 +87,13 @@ def more_questions(family: str) -> dict[str, list[dict[str, Any]]]:
         {"role": "assistant", "content": [{"type": "text", "text": "a gauge"}]},
         *user("and", picture(40, 16, 22), "?"),
     ]
+    other = 4 if ALL_FAMILIES[family].stacks_videos else 7
     asked = {
         "turns": turns,
         "five": user(*(picture(16 + 8 * i, 56 - 8 * i, 30 + i) for i in range(5)), "which is red?"),
         "tiny": user(picture(9, 9, 41), picture(200, 150, 42), "left or right?"),
         "same twice": user(picture(32, 24, 1), picture(32, 24, 1), "same?"),
-        "two videos": user(video(4, 16, 24, 51), video(7, 32, 16, 52), "first or second?"),
+        "two videos": user(video(4, 16, 24, 51), video(other, 32, 16, 52), "first or second?"),
         "video with rate": _with_rate(user(video(6, 24, 24, 53), "what happens?"), fps=3.0),
         "mixed media": user(picture(24, 32, 61), video(5, 24, 24, 62), "compare"),
         "long text": user("describe the difference between the first picture and the second one. " * 12),
