@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polylens.config import EngineConfig
 from polylens.models.loading import load_model
 from polylens.models.probe import CONTRAST_FACTOR
+from polylens.models.probe_copy import copy_for_probe
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
+from tests.models.test_probe_model import deepened
 
 WITHOUT_EFFECT = {
     "internvl": None,
@@ -52,3 +55,29 @@ def test_every_layer_goes_by_tiles(family: str, checkpoint: Callable[[str], Path
     }
     assert result.mixed
     assert result.contrast >= CONTRAST_FACTOR
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "kept"),
+    [
+        ("internvl", {}, (0, 5)),
+        ("llava_next_granite", {"vision_feature_layer": [-4, -2, -1]}, (0, 2, 3, 4, 5)),
+        pytest.param(
+            "granite4_vision",
+            {"deepstack_layer_map": [[-4, 4]], "spatial_vision_layer": -1},
+            (0, 2, 3, 5),
+            marks=pytest.mark.full,
+        ),
+        ("ovis2", {}, (0, 5)),
+        ("got_ocr2", {"global_attn_indexes": [2, 5]}, (0, 2, 5)),
+        ("llama4", {}, (0, 5)),
+    ],
+)
+def test_a_cut_copy_gives_the_rules_of_the_whole(
+    family: str, settings: dict[str, Any], kept: tuple[int, ...], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    big = deepened(load_model(checkpoint(family), EngineConfig()), 6, **settings)
+    assert copy_for_probe(big.model, big.layers, max_parameters=0).kept == kept
+    cut = find_row_rules(big, cache_dir=tmp_path / "cut", max_parameters=0)
+    assert cut.rules == find_row_rules(big, cache_dir=tmp_path / "whole").rules
+    assert cut.mixed

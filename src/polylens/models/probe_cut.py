@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 _DEPTH_NAMES = ("depth", "num_hidden_layers", "num_layers")
 _BLOCK_NUMBERS = re.compile(r"(?:index|indexes|indices)$")
-_FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers")
+_FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers", "spatial_vision_layer")
+_FEATURE_PAIRS = "deepstack_layer_map"
+"""Pairs of a hidden state taken as features and the text layer they enter (Granite 4 Vision)."""
 
 
 def cut_tower(config: PreTrainedConfig, list_lengths: Collection[int]) -> tuple[int, ...] | None:
@@ -43,6 +45,8 @@ def cut_tower(config: PreTrainedConfig, list_lengths: Collection[int]) -> tuple[
     for owner, name, layers in _feature_layers(config):
         new = [_feature_layer(layer, kept, depth) for layer in _as_list(layers)]
         setattr(owner, name, new[0] if isinstance(layers, int) else type(layers)(new))
+    if pairs := getattr(config, _FEATURE_PAIRS, None):
+        setattr(config, _FEATURE_PAIRS, [(_feature_layer(layer, kept, depth), text) for layer, text in pairs])
     return tuple(kept)
 
 
@@ -50,9 +54,10 @@ def _blocks_to_keep(config: PreTrainedConfig, depth: int, list_lengths: Collecti
     kept = {0, depth - 1}
     for numbers in _numbered(config.vision_config).values():
         kept |= set(numbers) if len(numbers) in list_lengths else {*numbers[:1], *numbers[-1:]}
-    for _, _, layers in _feature_layers(config):
-        for block in (_block_of(layer, depth) for layer in _as_list(layers)):
-            kept |= {block, block + 1} & set(range(depth))  # the next one has no effect if no later one is taken
+    taken = [layer for _, _, layers in _feature_layers(config) for layer in _as_list(layers)]
+    taken += [layer for layer, _ in getattr(config, _FEATURE_PAIRS, None) or ()]
+    for block in (_block_of(layer, depth) for layer in taken):
+        kept |= {block, block + 1} & set(range(depth))  # the next one has no effect if no later one is taken
     return sorted(kept)
 
 
