@@ -109,6 +109,14 @@ def with_loha(change: Callable[[dict], object], **options: object) -> Callable[[
     return make
 
 
+def bytes_of(content: bytes) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        whole(folder)
+        (folder / WEIGHTS).write_bytes(content)
+
+    return make
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 
 BROKEN: dict[str, Callable[[Path], None]] = {
@@ -117,37 +125,65 @@ BROKEN: dict[str, Callable[[Path], None]] = {
     "offset lie": header(offset_lie),
     "overlapping tensors": header(overlap),
     "huge header": lambda folder: (whole(folder), (folder / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 62)))[0],
+    "empty file": bytes_of(b""),
+    "no tensors": with_tensors({}),
+    "weights are a folder": lambda folder: (whole(folder), (folder / WEIGHTS).unlink(), (folder / WEIGHTS).mkdir())[0],
+    "header is no JSON": lambda folder: (
+        whole(folder),
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", 9) + b"[" * 9),
+    )[0],
+    "name of another type": header(lambda told: told.update({f"{KEY}_A.weight": 7})),
     "A without B": with_tensors({f"{KEY}_A.weight": torch.ones(2, IN)}),
     "B without A": with_tensors({f"{KEY}_B.weight": torch.ones(OUT, 2)}),
     "swapped": with_tensors(swapped()),
     "rank 0": with_tensors({f"{KEY}_A.weight": torch.ones(0, IN), f"{KEY}_B.weight": torch.ones(OUT, 0)}),
     "rank 0 in the config": written(r=0),
+    "negative rank in the config": written(r=-2),
+    "rank of a word in the config": written(r="two"),
+    "rank beyond all layers in the config": written(r=1 << 40),
     "another rank in the config": written(r=3),
     "alpha NaN": with_config(json.dumps(config()).replace('"lora_alpha": 4', '"lora_alpha": NaN')),
+    "alpha infinite": with_config(json.dumps(config()).replace('"lora_alpha": 4', '"lora_alpha": 1e999')),
+    "no alpha": with_config(json.dumps({"peft_type": "LORA", "r": 2})),
     "values NaN": with_tensors({name: tensor * float("nan") for name, tensor in factors(LANGUAGE).items()}),
     "another model": with_tensors(factors("transformer.h.0.attn.c_attn")),
     "layer beyond the depth": with_tensors(factors("model.language_model.layers.7.self_attn.q_proj")),
     "two names, one module": with_tensors({**factors(LANGUAGE), **factors("model.layers.0.self_attn.q_proj")}),
+    "two names, one whole weight": with_tensors(
+        {"base_model.model.lm_head.weight": torch.ones(OUT, IN), "lm_head.weight": torch.zeros(OUT, IN)}
+    ),
+    "two adapter names": with_tensors(
+        {**factors(LANGUAGE), **{name.replace(".weight", ".b.weight"): x for name, x in factors(TOWER).items()}}
+    ),
     "half the width": with_tensors({f"{KEY}_A.weight": torch.ones(2, IN // 2), f"{KEY}_B.weight": torch.ones(OUT, 2)}),
     "quantised int8": with_tensors(other_dtype(torch.int8)),
     "quantised float8": with_tensors(other_dtype(torch.float8_e4m3fn)),
     "double": with_tensors(other_dtype(torch.float64)),
     "quantisation state": with_tensors({**factors(LANGUAGE), f"{KEY}_A.weight.absmax": torch.ones(4)}),
     "vocabulary of another size": with_tensors({"base_model.model.lm_head.weight": torch.ones(OUT + 3, IN)}),
+    "no config": lambda folder: (whole(folder), (folder / "adapter_config.json").unlink())[0],
+    "config is cut": with_config(json.dumps(config())[:-9]),
+    "config is binary": with_config("\x00\x01"),
+    "config of no kind": with_config(json.dumps({"r": 2, "lora_alpha": 4})),
+    "pattern that never ends": written(rank_pattern={"(a+)+b": 2}),
+    "trained module without tensors": written(modules_to_save=["lm_head"]),
+    "trained biases without tensors": lambda folder: write_adapter(folder, factors(TOWER), config(bias="all")) and None,
+    "trained tokens without tensors": written(trainable_token_indices=[1]),
     "config is a list": with_config("[]"),
     "config is deep": with_config(DEEP),
     "config is huge": with_config('{"a": "' + "x" * (5 << 20) + '"}'),
     "config has a key twice": with_config('{"peft_type": "LORA", "peft_type": "LORA", "r": 2, "lora_alpha": 4}'),
     "index to a parent": index_of("../outside.safetensors"),
     "index to an absolute path": index_of("/etc/hostname"),
+    "index to a pipe of dots": index_of("..safetensors"),
+    "index with a separator": index_of("a/b.safetensors"),
+    "index with a NUL": index_of("a\0.safetensors"),
     "index to nothing": index_of("missing.safetensors"),
     "IA3": written(peft_type="IA3"),
     "LoHa with LoRA's tensors": written(peft_type="LOHA", alpha=4),
     "LoHa's tensors with LoRA's config": with_tensors(loha(LANGUAGE)),
     "half of LoHa": with_loha(lambda t: t.pop(f"base_model.model.{LANGUAGE}.hada_w2_b")),
-    "LoHa that does not multiply": with_loha(
-        lambda t: t.update({f"base_model.model.{LANGUAGE}.hada_w2_b": torch.ones(3, IN)})
-    ),
+    "LoHa that does not multiply": with_loha(lambda t: t.update(misfit())),
     "LoHa of another rank": with_loha(lambda t: None, r=3),
     "OFT": written(peft_type="OFT"),
     "prefix tuning": written(peft_type="PREFIX_TUNING"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -123,6 +125,42 @@ def test_merged_weights_equal_pefts(options: dict[str, Any], tmp_path: Path) -> 
     assert state.keys() == expected.keys()
     for name in state:
         torch.testing.assert_close(state[name], expected[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+)
+@given(
+    st.lists(st.sampled_from([*BOTH, "mlp.gate.weight"]), min_size=1, unique=True),
+    st.sampled_from([[], ["q_proj"]]),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.booleans(),
+    st.dictionaries(
+        st.sampled_from(["down_proj", "experts.gate_up_proj", r".*gate\.weight"]), st.integers(1, 5), max_size=2
+    ),
+)
+def test_any_config_on_experts(
+    tmp_path_factory: pytest.TempPathFactory,
+    parameters: list[str],
+    modules: list[str],
+    rank: int,
+    alpha: int,
+    use_rslora: bool,
+    pattern: dict[str, int],
+) -> None:
+    options = {
+        "target_modules": modules,
+        "target_parameters": parameters,
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": use_rslora,
+        "rank_pattern": pattern,
+        "alpha_pattern": {key: value + 1 for key, value in pattern.items()},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        test_merged_weights_equal_pefts(options, tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.parametrize("mode", ["factored", "fused"])

@@ -78,13 +78,13 @@ patterns = st.sampled_from(["q_proj", "layers.1.q_proj", r"layers\.\d\.mlp\.fc1"
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     """Options of a `LoraConfig`, only combinations that PEFT itself accepts."""
-    extra = draw(st.sampled_from(["none", "dora", "lora_bias", "embedding", "tokens"]))
+    extra = draw(st.sampled_from(["none", "dora", "lora_bias", "embedding", "embedding dora", "tokens"]))
     target = draw(targets)
-    if extra == "embedding" and isinstance(target, list):
+    if extra.startswith("embedding") and isinstance(target, list):
         target = [*target, "embed_tokens"]
     saved = draw(st.lists(st.sampled_from(["norm", "lm_head", "embed_tokens"]), unique=True, max_size=2))
     targeted = target if isinstance(target, list) else []
-    if extra in ("embedding", "tokens"):
+    if extra in ("embedding", "embedding dora", "tokens"):
         saved = [name for name in saved if name != "embed_tokens"]
     options: dict[str, Any] = {
         "r": draw(st.integers(1, 5)),
@@ -95,7 +95,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "rank_pattern": draw(st.dictionaries(patterns, st.integers(1, 6), max_size=2)),
         "alpha_pattern": draw(st.dictionaries(patterns, st.integers(1, 9), max_size=2)),
         "modules_to_save": [name for name in saved if name not in targeted] or None,
-        "use_dora": extra == "dora",
+        "use_dora": extra.endswith("dora"),
         "lora_bias": extra == "lora_bias",
         "trainable_token_indices": [5, 1, 7] if extra == "tokens" else None,
     }

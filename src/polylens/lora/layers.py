@@ -122,7 +122,7 @@ class _Layer:
         self.rule = rule
         self.ctx = ctx
         self._cost = cost
-        self._scratch = scratch
+        self.scratch = scratch
         self._apply_factored = apply_factored
         self._in_first = spec.kind is LayerKind.MATMUL
 
@@ -154,7 +154,7 @@ class _Layer:
         """The layer's output with the deltas of `rows`, without a base forward."""
         x_ti = x.reshape(-1, self.spec.in_features)
         y_to = x.new_empty(x_ti.shape[0], self.spec.out_features)
-        apply_fused_(x_ti, y_to, weight, bias, _in_dtype(rows, weight.dtype), self._scratch, in_first=self._in_first)
+        apply_fused_(x_ti, y_to, weight, bias, _in_dtype(rows, weight.dtype), self.scratch, in_first=self._in_first)
         return y_to.view(*x.shape[:-1], self.spec.out_features)
 
     def mixed(
@@ -197,7 +197,7 @@ class _Layer:
             y = self.fused(x, weight, bias, fused) if fused else base()
             y = self.factored(x, y, factored) if factored else y.contiguous()
         y_to = y.view(-1, spec.out_features)
-        apply_special_(x_ti, y_to, weight, bias, special, self._scratch, self.way_of, in_first=self._in_first)
+        apply_special_(x_ti, y_to, weight, bias, special, self.scratch, self.way_of, in_first=self._in_first)
         return y
 
 
@@ -271,7 +271,7 @@ class _OpaqueLinear:
                     y_to[row.start : row.stop] = self._base(x_ti[row.start : row.stop])
         others = [row for row in rows if not isinstance(row.delta, Replacement)]
         bias = self._module.bias
-        apply_special_(x_ti, y_to, self._module.weight, bias, others, Scratch(), lambda _: "factored")
+        apply_special_(x_ti, y_to, self._module.weight, bias, others, self._layer.scratch, lambda _: "factored")
         return y
 
 
