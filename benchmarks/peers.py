@@ -32,7 +32,8 @@ from polylens import LLM, ChatRequest, SamplingParams, __version__
 from polylens.bench.recipe import TINY, Recipe
 from polylens.bench.setting import Setting
 
-WARM_UP = 1
+WARM_UP_TOKENS = 64
+"""Text of the one short request that every engine answers first: it loads the adapter and starts the threads."""
 VLLM_TIMEOUT_S = 1800
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -82,7 +83,7 @@ class Measured:
 
 
 Engine = Callable[[Sequence[tuple[Request, ...]], bool], list[Measured]]
-"""Runs batches with the adapter or without, each after a warm-up, several rounds."""
+"""Runs batches with the adapter or without, after a warm-up, several rounds."""
 
 
 def workloads(setting: Setting) -> list[Workload]:
@@ -95,6 +96,10 @@ def workloads(setting: Setting) -> list[Workload]:
         Workload("adapter: first token", long, adapter=True, goal=0.2),
         Workload("adapter: decode step, 8 sequences", short, adapter=True, decode=True),
     ]
+
+
+def warm_up(setting: Setting) -> tuple[Request, ...]:
+    return (Request(setting.text(WARM_UP_TOKENS), 0, 2),)
 
 
 # polylens
@@ -110,6 +115,7 @@ class Polylens:
     def __call__(self, batches: Sequence[tuple[Request, ...]], adapter: bool) -> list[Measured]:
         adapters = {"adapter": self._setting.adapter(1)} if adapter else {}
         with LLM(self._setting.model, adapters, config=self._setting.config()) as llm:
+            self._run(llm, warm_up(self._setting), adapter, 0)
             return [_rounds(partial(self._run, llm, batch, adapter), self._rounds) for batch in batches]
 
     def _run(self, llm: LLM, batch: tuple[Request, ...], adapter: bool, number: int) -> tuple[float, list[list[int]]]:
@@ -129,10 +135,9 @@ class Polylens:
 def _rounds(run: Callable[[int], tuple[float, list[list[int]]]], rounds: int) -> Measured:
     """Each round has pictures of its own, so that no engine finds them processed."""
     measured = Measured()
-    for number in range(WARM_UP + rounds):
+    for number in range(rounds):
         took, measured.tokens = run(number)
-        if number >= WARM_UP:
-            measured.times.append(took)
+        measured.times.append(took)
     return measured
 
 
@@ -158,6 +163,7 @@ class Transformers:
         processor = transformers.AutoProcessor.from_pretrained(self._setting.model)
         processor.tokenizer.padding_side = "left"
         model.eval().generation_config.eos_token_id = None
+        self._run(model, processor, warm_up(self._setting), 0)
         return [_rounds(partial(self._run, model, processor, batch), self._rounds) for batch in batches]
 
     def _run(
@@ -194,10 +200,9 @@ class Vllm:
             "threads": torch.get_num_threads(),
             "eager": self._eager,
             "max_model_len": 4096,
-            "warm_up": WARM_UP,
+            "warm_up": [self._request(one, 0) for one in warm_up(self._setting)],
             "batches": [
-                [[self._request(one, number) for one in batch] for number in range(WARM_UP + self._rounds)]
-                for batch in batches
+                [[self._request(one, number) for one in batch] for number in range(self._rounds)] for batch in batches
             ],
         }
         done = subprocess.run(
