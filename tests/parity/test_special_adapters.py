@@ -192,3 +192,12 @@ def test_in_bfloat16_the_error_is_like_pefts(family: str, tmp_path: Path) -> Non
 def typical(errors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The median: where rounding flips a choice of experts, in either run, a step's logits are all others."""
     return torch.cat(list(errors)).abs().median()
+
+
+def test_head_norms_know_their_tokens_before_the_first_request(bench_of: Callable[[str], Bench]) -> None:
+    """Else a first step with as many tokens as heads could not be divided among adapters."""
+    bench = bench_of("qwen3_vl")
+    with bench.llm() as llm:
+        norms = [m for name, m in llm.loaded.model.named_modules() if name.endswith(("q_norm", "k_norm"))]
+        assert norms
+        assert all(module.forward.__self__._axis is not None for module in norms)

@@ -181,6 +181,8 @@ class Engine:
             choose_factored(self.loaded.device, self._kernels),
         )
         self.probe = probe
+        if any(spec.kind is LayerKind.HEAD_NORM for spec in reachable.values()):
+            self._executor.rehearse(1 + _most_heads(self.loaded))
 
     def _cost_model(self) -> CostModel:
         mode = self.config.apply_mode
@@ -367,6 +369,12 @@ def _kernels(loaded: LoadedModel, config: EngineConfig) -> Kernels | None:
     """The compiled kernels where they serve: on a CPU, in float32."""
     serve = loaded.device.type == "cpu" and loaded.dtype is torch.float32
     return compiled_kernels() if serve and config.compile_kernels else None
+
+
+def _most_heads(loaded: LoadedModel) -> int:
+    """So many more tokens than that can be told from heads."""
+    text = loaded.config.get_text_config()
+    return max(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or 0)
 
 
 def _without_undivided(

@@ -41,6 +41,9 @@ class Executor(Protocol):
 
     limits: Limits
 
+    def rehearse(self, num_tokens: int) -> None:
+        """Run a text step without effect, for wrapped layers that learn from a call which of its rows are tokens."""
+
     def start(self, seq: sequence.Sequence, prompt: PreparedPrompt) -> None:
         """Take in a new sequence with what of its prompt is not tokens."""
 

@@ -41,6 +41,9 @@ class HostExecutor:
         self._steps: dict[str, Generator[torch.Tensor, int, None]] = {}
         self._logits: dict[str, torch.Tensor] = {}
 
+    def rehearse(self, num_tokens: int) -> None:
+        """Nothing: all rows of all layers are one adapter's."""
+
     def start(self, seq: sequence.Sequence, prompt: PreparedPrompt) -> None:
         self._inputs[seq.request_id] = prompt.inputs
 

@@ -12,6 +12,7 @@ from polylens.models.attention import RaggedBatch, SequenceRows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from polylens.models.recurrent import CarriedState
     from polylens.models.text import TextRunner
 
 
@@ -71,10 +72,10 @@ class _ShapeRecorder:
         self.layers[layer] = LayerKV((k_tge.shape[1], k_tge.shape[2]), (v_tge.shape[1], v_tge.shape[2]))
 
     def read(self, layer: int, slots_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("a one-token sequence has no context to read")
+        raise AssertionError("a fresh sequence has no context to read")
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("a one-token sequence has no context to read")
+        raise AssertionError("a fresh sequence has no context to read")
 
 
 def measure_kv(text: TextRunner, position_rows: int) -> tuple[dict[int, LayerKV], int]:
@@ -84,12 +85,23 @@ def measure_kv(text: TextRunner, position_rows: int) -> tuple[dict[int, LayerKV]
     carries beside its cache, of whatever length it is (0 for most models).
     """
     recorder = _ShapeRecorder()
-    slot = torch.zeros(1, dtype=torch.long)
-    carried = [text.new_state()] if text.carries_state else []
-    batch = RaggedBatch([SequenceRows(0, 1, slot)], slot, recorder, carried=carried)
-    token = torch.zeros(1, dtype=torch.long, device=text.device)
-    text.forward(token, torch.zeros(position_rows, 1, dtype=torch.long, device=text.device), batch, None)
+    carried = _run_apart(text, 1, position_rows, recorder)
     return recorder.layers, sum(state.num_bytes for state in carried)
+
+
+def rehearse(text: TextRunner, num_tokens: int, position_rows: int) -> None:
+    """Run the text model on so many tokens, for layers that learn from a call what their inputs look like."""
+    _run_apart(text, num_tokens, position_rows, _ShapeRecorder())
+
+
+def _run_apart(text: TextRunner, num_tokens: int, position_rows: int, store: _ShapeRecorder) -> list[CarriedState]:
+    """A step of one fresh sequence that leaves nothing in the engine's pages; returns the state it carries."""
+    tokens = torch.zeros(num_tokens, dtype=torch.long)
+    carried = [text.new_state()] if text.carries_state else []
+    batch = RaggedBatch([SequenceRows(0, num_tokens, tokens)], tokens, store, carried=carried)
+    positions = torch.arange(num_tokens, device=text.device).expand(position_rows, -1)
+    text.forward(tokens.to(text.device), positions, batch, None)
+    return carried
 
 
 def bytes_per_token(layers: Mapping[int, LayerKV], dtype: torch.dtype) -> int:

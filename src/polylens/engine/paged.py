@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.engine.executor import Limits
-from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv
+from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv, rehearse
 from polylens.engine.pages import pages_for
 from polylens.engine.plan import MAX_STATE_SHARE
 from polylens.engine.runner import Runner
 from polylens.engine.sequence import MediaSpan
 from polylens.engine.vision import EncodeJob, VisionStage
 from polylens.errors import PolylensError
+from polylens.lora.routing import segments
 from polylens.models.positions import position_rows, two_way_spans
 from polylens.models.text import TextRunner
 
@@ -75,10 +76,18 @@ class PagedExecutor:
             shares_pages=config.prefix_cache and not text.carries_state,
             state_bytes=state_bytes,
         )
+        self._text = text
+        self._context = context
+        self._position_rows = position_rows(loaded.inner)
         self._two_way = loaded.two_way
         self._vision = vision
         self._runner = Runner(text, kv, context, kernels)
         self._media: dict[str, _Media] = {}
+
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int) -> None:
+        with self._context.text(segments([num_tokens], [None])):
+            rehearse(self._text, num_tokens, self._position_rows)
 
     def start(self, seq: sequence.Sequence, prompt: PreparedPrompt) -> None:
         jobs = [EncodeJob.of(item, seq.adapter, seq.cache_salt) for item in prompt.items]
