@@ -22,34 +22,44 @@ READ_REPEATS = 12
 SMALL_HEAD = "(vocabulary 512: hardly any time is the head's)"
 
 
-def mixed(setting: Setting) -> Iterator[Result]:
-    """As many adapters as sequences, against as many sequences of the base model; short and long contexts."""
+def short_contexts(setting: Setting) -> Iterator[Result]:
+    """As many adapters as sequences, against the base model, and the base model against the memory."""
+    yield from _step(setting, setting.sizes.decode_texts[0], adapters_goal=1.15, memory_goal=2.0)
+
+
+def long_contexts(setting: Setting) -> Iterator[Result]:
+    """The same with longer contexts: keys and values are read beside the weights."""
+    yield from _step(setting, setting.sizes.decode_texts[1], adapters_goal=None, memory_goal=None)
+
+
+def _step(
+    setting: Setting, context: int, *, adapters_goal: float | None, memory_goal: float | None
+) -> Iterator[Result]:
     sizes = setting.sizes
     adapters = setting.adapters(sizes.decode_sequences)
     read_s = read_seconds_per_byte(setting)
     # With the prefix cache: only the first round prefills the contexts.
     with setting.dynamic(adapters, prefix_cache=True) as llm:
         side = Side(llm)
-        for index, context in enumerate(sizes.decode_texts):
-            prepared = {
-                who: side.prepare([_request(setting, context, name) for name in names])
-                for who, names in (("adapters", list(adapters)), ("base", [None] * len(adapters)))
-            }
-            a, b = alternate(
-                [lambda of=of: side.decode_step_s(of, sizes.decode_steps) for of in prepared.values()],  # type: ignore[misc]
-                setting.rounds,
-            )
-            what = f"{len(adapters)} sequences with {context} tokens of context each"
-            goals = (1.15, 2.0) if index == 0 else (None, None)
-            yield setting.compare(f"decode step, {what}, as many adapters vs base", a, b, goals[0])
-            weights = text_weight_bytes(llm)
-            yield setting.compare(
-                f"decode step, {what}, base vs reading its {weights / 1e6:.0f} MB of weights once at "
-                f"{1e-9 / read_s:.1f} GB/s {SMALL_HEAD}",
-                b,
-                weights * read_s,
-                goals[1],
-            )
+        ours = side.prepare([_request(setting, context, name) for name in adapters])
+        theirs = side.prepare([_request(setting, context, None) for _ in adapters])
+        a, b = alternate(
+            [
+                lambda: side.decode_step_s(ours, sizes.decode_steps),
+                lambda: side.decode_step_s(theirs, sizes.decode_steps),
+            ],
+            setting.rounds,
+        )
+        weights = text_weight_bytes(llm)
+    what = f"{len(adapters)} sequences with {context} tokens of context each"
+    yield setting.compare(f"decode step, {what}, as many adapters vs base", a, b, adapters_goal)
+    yield setting.compare(
+        f"decode step, {what}, base vs reading its {weights / 1e6:.0f} MB of weights once at "
+        f"{1e-9 / read_s:.1f} GB/s {SMALL_HEAD}",
+        b,
+        weights * read_s,
+        memory_goal,
+    )
 
 
 def _request(setting: Setting, context: int, adapter: str | None):  # type: ignore[no-untyped-def]

@@ -23,7 +23,7 @@ BENCHMARKS: Mapping[str, Mapping[str, Question]] = {
         "video": prefill.video,
         "transformers": prefill.transformers_own,
     },
-    "decode": {"mixed": decode.mixed},
+    "decode": {"short-contexts": decode.short_contexts, "long-contexts": decode.long_contexts},
     "throughput": {"throughput": throughput.throughput},
     "adapters": {
         "shared-picture": adapter_cost.shared_picture,

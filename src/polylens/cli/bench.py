@@ -40,4 +40,4 @@ def bench(
     setting = Setting(quick=quick, rounds=rounds, device=device, dtype=dtype)  # type: ignore[arg-type]
     for benchmark in BENCHMARKS if name == "all" else (name,):
         for result in run_benchmark(benchmark, setting, only):
-            typer.echo(result.to_json())
+            print(result.to_json(), flush=True)  # at once, also into a file: the next question may take minutes
