@@ -30,7 +30,7 @@ CONNECTOR_MARKS = (
     "embed_vision",
 )
 """Parts of a module path that belong to the connector in one of the families."""
-TOWER_MARKS = ("visual", "vision_tower", "vision_encoder", "vision_model")
+TOWER_MARKS = ("visual", "vision_tower", "image_tower", "video_tower", "vision_encoder", "vision_model")
 GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"
 """Gemma 3's connector: a bare parameter, which PEFT reaches through `target_parameters`."""
 

@@ -26,6 +26,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    VideoLlavaConfig,
+    VideoLlavaForConditionalGeneration,
+    VideoLlavaImageProcessor,
+    VideoLlavaProcessor,
+    VideoLlavaVideoProcessor,
     VipLlavaConfig,
     VipLlavaForConditionalGeneration,
 )
@@ -256,4 +261,27 @@ def vipllava_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=LLAVA_TEMPLATE,
+    )
+
+
+def video_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A tower for pictures and one for videos, which keeps its class token."""
+    config = VideoLlavaConfig(
+        text_config=text_config(tokenizer, "</s>", model_type="llama", head_dim=8),
+        vision_config=clip_vision(),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+    )
+    return VideoLlavaForConditionalGeneration(config)
+
+
+def video_llava_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    size, crop_size = {"shortest_edge": SIDE}, {"height": SIDE, "width": SIDE}
+    return VideoLlavaProcessor(
+        image_processor=VideoLlavaImageProcessor(size=size, crop_size=crop_size),
+        video_processor=VideoLlavaVideoProcessor(size=size, crop_size=crop_size),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        chat_template=LLAVA_VIDEO_TEMPLATE,
     )

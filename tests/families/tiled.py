@@ -172,4 +172,12 @@ TILED: Mapping[str, Family] = {
     "deepseek_ocr2": Family(
         deepseek_ocr2_tokenizer, deepseek_ocr2_processor, deepseek_ocr2, ("<eos>",), takes_turns=False
     ),
+    "video_llava": Family(
+        anyres.llava_next_video_tokenizer,
+        anyres.video_llava_processor,
+        anyres.video_llava,
+        ("</s>",),
+        takes_videos=True,
+        stacks_videos=True,
+    ),
 }

@@ -31,6 +31,7 @@ WITHOUT_EFFECT = {
     "got_ocr2": None,
     "llama4": None,
     "deepseek_ocr2": None,
+    "video_llava": r"\.layers\.2\.|post_layernorm",
     "vipllava": r"\.layers\.3\.|post_layernorm",
 }
 """By family: a pattern of the layers whose output never reaches the features; all others go by tiles."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # A merger inside the tower module is the connector: it maps patches to the text model's width
 # (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample; Ovis 2: head_linear).
 _CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample|head_linear|head_norm)(?:\.|$)")
+_VIDEO_TOWER = re.compile(r"(?:^|\.)video_tower\.")
+"""Video-LLaVA's second tower, which transformers does not name as the encoder of videos."""
 
 
 _OWNED = (LayerKind.EXPERTS, LayerKind.SHARED)
@@ -174,6 +176,8 @@ def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
     def locate(name: str) -> Component:
         if name == head or name.startswith(f"{text}."):
             return Component.LANGUAGE_MODEL
+        if _VIDEO_TOWER.search(name):
+            return Component.VISION_TOWER
         if name.startswith(f"{tower}.") and not _CONNECTOR_IN_TOWER.match(name.removeprefix(f"{tower}.")):
             return Component.VISION_TOWER
         return Component.CONNECTOR

@@ -95,6 +95,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "qwen3_vl_moe": FamilyNotes(),
     "smolvlm": FamilyNotes(),
     "video_llama_3": FamilyNotes(encode=video_llama_3.encode),
+    "video_llava": FamilyNotes(collate=frames.concat_frames),
     "vipllava": FamilyNotes(),
 }
 """By `config.model_type`, in alphabetical order: the families whose parity with merged weights the tests prove."""
