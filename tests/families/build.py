@@ -33,7 +33,7 @@ def build_checkpoint(family: str, folder: str | Path, *, seed: int = 0, dtype: t
     parts = ALL_FAMILIES[family]
     tokenizer = parts.make_tokenizer()
     model = parts.make_model(tokenizer).eval()
-    _randomise(model, seed)
+    _randomise(model, seed + parts.seed)
     _silence(model, tokenizer.convert_tokens_to_ids(list(parts.silent_tokens)))
     model.generation_config = _generation_config(tokenizer, parts.stop_tokens)
     folder = Path(folder)

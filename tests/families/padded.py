@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.families import gemma4, idefics, lfm2_vl, pixtral
+from tests.families import gemma4, idefics, lfm2_vl, minicpm, pixtral
 from tests.families.recipes import Family
 
 _GEMMA4_STOP = ("<eos>", "<turn|>")
@@ -22,6 +22,14 @@ PADDED: Mapping[str, Family] = {
     "lighton_ocr": Family(pixtral.lighton_tokenizer, pixtral.lighton_ocr_processor, pixtral.lighton_ocr, _QWEN_STOP),
     "llava_pixtral": Family(
         pixtral.pixtral_tokenizer, pixtral.llava_pixtral_processor, pixtral.llava_pixtral, ("</s>",)
+    ),
+    "minicpmv4_6": Family(
+        minicpm.minicpm_tokenizer,
+        minicpm.minicpmv4_6_processor,
+        minicpm.minicpmv4_6,
+        _QWEN_STOP,
+        seed=1,
+        takes_videos=True,
     ),
     "mistral3": Family(pixtral.pixtral_tokenizer, pixtral.mistral3_processor, pixtral.mistral3, ("</s>",)),
     "smolvlm": Family(

@@ -19,6 +19,7 @@ MAX_PIXELS = 64 * 64
 class Family:
     """How one family's checkpoint is made.
 
+    seed: of the random weights; of some, float32 itself is off by more than what counts as equal.
     takes_videos: whether its processor does. stacks_videos: whether it takes several in a request only if they have
     equally many frames. needs_picture: whether it refuses a request without one. takes_turns: whether it takes
     earlier answers. mixes_kinds: whether transformers' own forward takes pictures and videos in one prompt.
@@ -30,6 +31,7 @@ class Family:
     make_processor: Callable[[PreTrainedTokenizerBase], ProcessorMixin]
     make_model: Callable[[PreTrainedTokenizerBase], PreTrainedModel]
     stop_tokens: tuple[str, ...]
+    seed: int = 0
     takes_videos: bool = False
     stacks_videos: bool = False
     needs_picture: bool = False

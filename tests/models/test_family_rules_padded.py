@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from polylens import LLM
 from polylens.config import EngineConfig
 from polylens.models.loading import load_model
 from polylens.models.probe import CONTRAST_FACTOR
+from polylens.models.probe_copy import copy_for_probe
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
+from tests.models.test_probe_model import deepened
 
 GEMMA4 = {r"embed_vision": RowRule.PATCHES, "": RowRule.TILES}
 TILED = {"": RowRule.TILES}
@@ -26,6 +29,11 @@ RULES: Mapping[str, Mapping[str, RowRule]] = {
     "lfm2_vl": {r"vision_tower\.head\.": RowRule.NO_EFFECT, "": RowRule.TILES},
     "lighton_ocr": PIXTRAL,
     "llava_pixtral": PIXTRAL,
+    "minicpmv4_6": {
+        r"patch_embedding": RowRule.UNPROVEN,
+        r"^model\.merger": RowRule.PER_TILE,
+        "": RowRule.PATCHES,
+    },
     "mistral3": PIXTRAL,
     "smolvlm": TILED,
 }
@@ -35,12 +43,27 @@ RULES: Mapping[str, Mapping[str, RowRule]] = {
 @pytest.mark.parametrize("family", RULES)
 def test_layers_get_their_rules(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     result = find_row_rules(load_model(checkpoint(family), EngineConfig()), cache_dir=tmp_path)
-    assert not result.reasons
     assert result.rules == {name: _expected(family, name) for name in result.rules}
     assert {*result.rules.values()} == {*RULES[family].values()}
-    assert result.mixed
+    assert set(result.reasons) == set(result.layers_with(RowRule.UNPROVEN))
     assert not result.unreachable
     assert result.contrast >= CONTRAST_FACTOR
+
+
+@pytest.mark.parametrize("family", RULES)
+def test_adapters_are_mixed(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """Also beside a patch embedding of all pictures in one strip: adapters of it alone are refused."""
+    with LLM(checkpoint(family)) as llm:
+        assert llm.engine.vision.mixed
+
+
+def test_a_merger_amid_the_tower_stays_in_a_cut_copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    loaded = load_model(checkpoint("minicpmv4_6"), EngineConfig())
+    big = deepened(loaded, 7)
+    assert copy_for_probe(big.model, big.layers, max_parameters=0).kept == (0, 1, 2, 6)
+    cut = find_row_rules(big, cache_dir=tmp_path / "cut", max_parameters=0)
+    assert cut.rules == find_row_rules(big, cache_dir=tmp_path / "whole").rules
+    assert RowRule.NO_EFFECT not in cut.rules.values()
 
 
 def _expected(family: str, layer: str) -> RowRule:

@@ -56,7 +56,15 @@ def test_views_are_counted_by_call() -> None:
     assert rows_per_item(RowRule.VIEWS, sizes, 12, call_index=1, layer="x") == [4, 0, 8]
     with pytest.raises(RowRuleError, match="x: 12 rows"):
         rows_per_item(RowRule.VIEWS, sizes, 12, call_index=2, layer="x")
-    assert [num_calls(rule, sizes) for rule in COUNTED_RULES] == [3, 2]
+    assert [num_calls(rule, sizes) for rule in COUNTED_RULES] == [9, 3, 2]
+
+
+def test_per_tile_gives_an_item_as_many_calls_as_it_has_tiles() -> None:
+    sizes = [ItemSize(40, 1, 4), ItemSize(90, 3, 9)]
+    calls = [rows_per_item(RowRule.PER_TILE, sizes, 8, call_index=index, layer="x") for index in range(4)]
+    assert calls == [[8, 0], [0, 8], [0, 8], [0, 8]]
+    with pytest.raises(RowRuleError, match=r"call number 5 .* 4 calls"):
+        rows_per_item(RowRule.PER_TILE, sizes, 8, call_index=4, layer="x")
 
 
 @pytest.mark.parametrize("rule", list(RowRule))

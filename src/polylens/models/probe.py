@@ -364,9 +364,10 @@ def _division(rule: RowRule, layer: str, batch: _Batch) -> list[list[int]] | Non
     """
     calls = batch.calls.get(layer, [])
     alone = [list(item_calls.get(layer, [])) for item_calls in batch.alone_calls]
-    if rule is RowRule.PER_CALL:
-        fits = list(calls) == [rows for item in alone for rows in item] and all(len(item) == 1 for item in alone)
-        return [[rows] for rows in calls] if fits and len(calls) == len(alone) else None
+    if rule in (RowRule.PER_CALL, RowRule.PER_TILE):
+        num_calls = [1 if rule is RowRule.PER_CALL else size.num_tiles for size in batch.sizes]
+        fits = list(calls) == [rows for item in alone for rows in item] and num_calls == [len(item) for item in alone]
+        return alone if fits else None
     if rule is RowRule.VIEWS:
         if not any(size.views for size in batch.sizes):
             return None

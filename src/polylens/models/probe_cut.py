@@ -18,6 +18,8 @@ _BLOCK_NUMBERS = re.compile(r"(?:index|indexes|indices)$")
 _FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers", "spatial_vision_layer")
 _FEATURE_PAIRS = "deepstack_layer_map"
 """Pairs of a hidden state taken as features and the text layer they enter (Granite 4 Vision)."""
+_BLOCK_BEFORE = "insert_layer_id"
+"""The block after which something else comes (MiniCPM-V's merger)."""
 
 
 def cut_tower(config: PreTrainedConfig, list_lengths: Collection[int]) -> tuple[int, ...] | None:
@@ -47,6 +49,8 @@ def cut_tower(config: PreTrainedConfig, list_lengths: Collection[int]) -> tuple[
         setattr(owner, name, new[0] if isinstance(layers, int) else type(layers)(new))
     if pairs := getattr(config, _FEATURE_PAIRS, None):
         setattr(config, _FEATURE_PAIRS, [(_feature_layer(layer, kept, depth), text) for layer, text in pairs])
+    for owner in _with_block_before(config):
+        setattr(owner, _BLOCK_BEFORE, kept.index(getattr(owner, _BLOCK_BEFORE)))
     return tuple(kept)
 
 
@@ -56,7 +60,8 @@ def _blocks_to_keep(config: PreTrainedConfig, depth: int, list_lengths: Collecti
         kept |= set(numbers) if len(numbers) in list_lengths else {*numbers[:1], *numbers[-1:]}
     taken = [layer for _, _, layers in _feature_layers(config) for layer in _as_list(layers)]
     taken += [layer for layer, _ in getattr(config, _FEATURE_PAIRS, None) or ()]
-    for block in (_block_of(layer, depth) for layer in taken):
+    before = [getattr(owner, _BLOCK_BEFORE) for owner in _with_block_before(config)]
+    for block in (*(_block_of(layer, depth) for layer in taken), *before):
         kept |= {block, block + 1} & set(range(depth))  # the next one has no effect if no later one is taken
     return sorted(kept)
 
@@ -68,6 +73,10 @@ def _numbered(vision: PreTrainedConfig) -> dict[str, list[int] | tuple[int, ...]
         for name, value in vars(vision).items()
         if _BLOCK_NUMBERS.search(name) and isinstance(value, list | tuple) and all(type(v) is int for v in value)
     }
+
+
+def _with_block_before(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [owner for owner in (config, config.vision_config) if hasattr(owner, _BLOCK_BEFORE)]
 
 
 def _per_block(vision: PreTrainedConfig, depth: int) -> dict[str, list[Any]]:

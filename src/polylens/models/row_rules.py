@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PIXEL_PREFIX = "pixel_values"
 """transformers names an item's pixel tensors `pixel_values`, `pixel_values_videos`, `pixel_values_local`."""
 
-EXTENTS = ("image_sizes", "target_sizes")
+EXTENTS = ("image_sizes", "target_sizes", "target_sizes_videos")
 """Height and width of each picture, for encoders that pad pictures to one size or pack them in one strip."""
 
 
@@ -38,6 +38,8 @@ class RowRule(StrEnum):
     """Rows per output token of the item."""
     PER_CALL = "per_call"
     """The layer is called once per item, in order: call k holds item k's rows only."""
+    PER_TILE = "per_tile"
+    """The layer is called once per tile, in order: an item of n tiles has the rows of n calls."""
     VIEWS = "views"
     """The layer is called once per view (a pixel tensor of its own): rows per tile of that view."""
     NO_EFFECT = "no_effect"
@@ -49,7 +51,7 @@ class RowRule(StrEnum):
 PROPORTIONAL_RULES = (RowRule.PATCHES, RowRule.TILES, RowRule.IMAGES, RowRule.TOKENS)
 """Rules that divide the rows of any call among all items alike."""
 
-COUNTED_RULES = (RowRule.PER_CALL, RowRule.VIEWS)
+COUNTED_RULES = (RowRule.PER_TILE, RowRule.PER_CALL, RowRule.VIEWS)
 """Rules by which it matters which call of the layer it is."""
 
 
@@ -164,7 +166,10 @@ def rows_per_item(
     if len(sizes) == 1:
         return [num_rows]
     if rule is RowRule.PER_CALL:
-        return _rows_of_call(len(sizes), num_rows, call_index, layer)
+        return _rows_of_call(range(len(sizes)), sizes, num_rows, call_index, layer)
+    if rule is RowRule.PER_TILE:
+        owners = [index for index, size in enumerate(sizes) for _ in range(size.num_tiles)]
+        return _rows_of_call(owners, sizes, num_rows, call_index, layer)
     if rule not in (*PROPORTIONAL_RULES, RowRule.VIEWS):
         raise RowRuleError(
             f"layer {layer}: its {num_rows} rows cannot be divided among {len(sizes)} items (row rule {rule.value!r})"
@@ -174,15 +179,23 @@ def rows_per_item(
 
 def num_calls(rule: RowRule, sizes: Sequence[ItemSize]) -> int:
     """How often a layer is called in one forward over the items, under one of COUNTED_RULES."""
-    return len(sizes) if rule is RowRule.PER_CALL else max(1, *(len(size.views) for size in sizes))
+    match rule:
+        case RowRule.PER_CALL:
+            return len(sizes)
+        case RowRule.PER_TILE:
+            return sum(size.num_tiles for size in sizes)
+    return max(1, *(len(size.views) for size in sizes))
 
 
-def _rows_of_call(num_items: int, num_rows: int, call_index: int, layer: str) -> list[int]:
-    if call_index >= num_items:
+def _rows_of_call(
+    owners: Sequence[int], sizes: Sequence[ItemSize], num_rows: int, call_index: int, layer: str
+) -> list[int]:
+    """All rows to the item whose call it is. owners: item of each call."""
+    if call_index >= len(owners):
         raise RowRuleError(
-            f"layer {layer}: call number {call_index + 1} in a batch of {num_items} items (row rule 'per_call')"
+            f"layer {layer}: call number {call_index + 1} in a batch of {len(sizes)} items with {len(owners)} calls"
         )
-    return [num_rows if index == call_index else 0 for index in range(num_items)]
+    return [num_rows if index == owners[call_index] else 0 for index in range(len(sizes))]
 
 
 def _proportional_rows(rule: RowRule, weights: Sequence[int], num_rows: int, layer: str) -> list[int]:

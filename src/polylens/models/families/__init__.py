@@ -13,6 +13,7 @@ from polylens.models.families import (
     granite4_vision,
     llama4,
     llava_onevision,
+    minicpmv4_6,
     ovis2,
     video_llama_3,
 )
@@ -76,6 +77,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         read_features=llava_onevision.read,
         processor=ProcessorNotes(pictures_together=True),
     ),
+    "minicpmv4_6": FamilyNotes(collate=minicpmv4_6.concat_strips),
     "mistral3": FamilyNotes(),
     "mllama": FamilyNotes(),
     "ovis2": FamilyNotes(
