@@ -28,8 +28,8 @@ ALLOWED = {
     # Leaves: nothing but the command line imports them.
     "demo": ENGINE,
     "bench": ENGINE,
-    "hosts": ENGINE,
-    "cli": ENGINE | {"server", "demo", "bench"},
+    "hosts": ENGINE | {"server"},
+    "cli": ENGINE | {"server", "demo", "bench", "hosts"},
     "__main__": {"cli"},
     "__init__": {"core", "errors", "engine"},
 }

@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from polylens import __version__
-from polylens.cli import batch, bench, demo, inspect, merge, plan, run, serve, verify
+from polylens.cli import batch, bench, demo, deploy, inspect, merge, plan, run, serve, verify
 from polylens.errors import PolylensError
 
 EXIT_OK = 0
@@ -44,13 +44,17 @@ for _name, _function, _short_help in (
     ("demo", demo.demo, "See it work on a tiny model that comes with polylens."),
 ):
     app.command(_name, short_help=_short_help)(_function)
-# Its flags are a table of their own (see serve_flags), read by argparse.
-app.command(
-    "serve",
-    short_help="Serve all adapters over HTTP, as OpenAI's API.",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)(serve.serve)
+# Their flags are a table of their own (see serve_flags), read by argparse.
+for _name, _command, _short_help in (
+    ("serve", serve.serve, "Serve all adapters over HTTP, as OpenAI's API."),
+    ("deploy", deploy.deploy, "Serve with several replicas, under Ray Serve."),
+):
+    app.command(
+        _name,
+        short_help=_short_help,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    )(_command)
 
 
 @app.callback()

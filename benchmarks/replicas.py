@@ -1,0 +1,382 @@
+"""What several replicas behind one ingress do: under load, against one replica, by routing, and when one is killed.
+
+`python benchmarks/replicas.py CASE …` with cases of `load`, `throughput`, `affinity`, `kill` and `rolling`, on the
+demo's model, all on this machine and its loopback. Needs `pip install polylens[ray]`. Prints one JSON line for each
+measurement; exit code 1 if an answer was wrong or lost.
+
+load: the load test of the server (benchmarks/load_test.py) through the ingress of two replicas. throughput: plain
+requests to one process without Ray, one replica, two replicas. affinity: hit rates where each replica has room for
+half of the adapters and pictures, by routing. kill: a replica is killed while clients ask. rolling: the application is
+deployed anew while clients ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.load_test import (
+    MODEL,
+    Load,
+    Tally,
+    body,
+    difference,
+    picture_url,
+    prepare,
+    run,
+    served,
+    tokens_of,
+    whole,
+)
+from polylens.config import EngineConfig
+from polylens.demo import data
+from polylens.hosts.ray.deploy import APPLICATION, Cluster, begin
+from polylens.hosts.ray.settings import Settings
+from polylens.server.options import AdapterPolicy, ServerOptions
+from polylens.server.run import listen
+
+KV_BYTES = 32 << 20
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray's least is 75 MiB."""
+
+
+def settings(replicas: int, adapters: Mapping[str, Path], root: Path, **engine: Any) -> Settings:
+    return Settings(
+        str(data.model_path()),
+        replicas=replicas,
+        adapters={name: str(path) for name, path in adapters.items()},
+        cpus=0.5,
+        engine=EngineConfig(dtype="float32", **{"kv_bytes": KV_BYTES, "vision_cache_bytes": 16 << 20, **engine}),
+        server=ServerOptions((MODEL,), adapters=AdapterPolicy(loading=True, root=root), drain_s=20.0),
+    )
+
+
+@contextmanager
+def deployed(wanted: Settings) -> Iterator[str]:
+    """A Ray of our own with the application; all of it has ended afterwards."""
+    import ray
+    from ray import serve
+
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    listener.close()
+    begin(wanted, Cluster(object_store_bytes=OBJECT_STORE_BYTES), "127.0.0.1", port)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def pictures(count: int) -> list[str]:
+    """Addresses of `count` pictures of each domain."""
+    return [picture_url(picture) for domain in data.DOMAINS for picture, _ in data.heldout(domain)[:count]]
+
+
+# ---- clients that know the right answers
+
+
+@dataclasses.dataclass
+class Asked:
+    """ends: "right", "cut" (an error event after some text), or what is wrong. slowest_s: longest wait for an end."""
+
+    ends: Counter[str] = dataclasses.field(default_factory=Counter)
+    slowest_s: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Crowd:
+    """Clients of one server. names: adapters, the most asked for first."""
+
+    url: str
+    load: Load
+
+    async def right_answers(self) -> dict[tuple[str, int], list[Any]]:
+        async with self._client() as http:
+            return {
+                (name, picture): await whole(http, body(self.load, name, picture))
+                for name in (MODEL, *self.load.names)
+                for picture in range(len(self.load.pictures))
+            }
+
+    def _client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=self.load.num_clients + 8)
+        return httpx.AsyncClient(base_url=self.url, timeout=120.0, limits=limits)
+
+    async def ask(
+        self, right: Mapping[tuple[str, int], list[Any]], meanwhile: Callable[[], Awaitable[None]] | None = None
+    ) -> Asked:
+        """All requests; `meanwhile` begins when a fifth of them have been asked, and is waited for."""
+        asked, left, begun = Asked(), iter(range(self.load.num_requests)), asyncio.Event()
+        began = time.monotonic()
+        async with self._client() as http:
+
+            async def client(number: int) -> None:
+                rng = random.Random(f"{self.load.seed}/{number}")
+                names = (*self.load.names, MODEL)
+                weights = [1 / rank for rank in range(1, len(names) + 1)]
+                for index in left:
+                    if index >= self.load.num_requests // 5:
+                        begun.set()
+                    key = rng.choices(names, weights)[0], rng.randrange(len(self.load.pictures))
+                    start = time.monotonic()
+                    asked.ends[await self._one(http, key, right[key], rng.random() < 0.5)] += 1
+                    asked.slowest_s = max(asked.slowest_s, time.monotonic() - start)
+
+            tasks = [asyncio.create_task(client(number)) for number in range(self.load.num_clients)]
+            if meanwhile is not None:
+                await begun.wait()
+                await meanwhile()
+            await asyncio.gather(*tasks)
+        asked.seconds = time.monotonic() - began
+        return asked
+
+    async def _one(self, http: httpx.AsyncClient, key: tuple[str, int], right: list[Any], stream: bool) -> str:
+        asked = body(self.load, *key)
+        try:
+            tokens, error = await (_streamed(http, asked) if stream else _whole(http, asked))
+        except httpx.HTTPError as failure:
+            return f"lost: {type(failure).__name__}"
+        if error is not None:
+            return "cut" if tokens and error == "replica_lost" else f"lost: {error}"
+        problem, _ = difference(tokens, right)
+        return f"wrong: {key}: {problem}" if problem else "right"
+
+
+async def _whole(http: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[list[Any], str | None]:
+    answer = await http.post("/v1/chat/completions", json=asked)
+    if answer.status_code != httpx.codes.OK:
+        return [], f"status {answer.status_code}: {answer.text[:120]}"
+    return tokens_of(answer.json()["choices"][0]["logprobs"]), None
+
+
+async def _streamed(http: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[list[Any], str | None]:
+    tokens: list[Any] = []
+    async with http.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as response:
+        if response.status_code != httpx.codes.OK:
+            return [], f"status {response.status_code}"
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return tokens, None
+            if line:
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return tokens, event["error"]["code"]
+                tokens += tokens_of(event["choices"][0]["logprobs"])
+    return tokens, "the stream ended without [DONE]"
+
+
+def stats(url: str) -> dict[str, Any]:
+    answer = httpx.get(f"{url}/stats", timeout=30)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def counter(url: str, name: str) -> float:
+    """A metric, summed over the replicas."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"{name}\b[{{ ]", line))
+
+
+# ---- the cases
+
+
+def load_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
+    """The server's load test through the ingress."""
+    mine, guest, swing = prepare(data.adapter_paths(), root)
+    work = Load(list(mine), pictures(1), data.PROMPT, clients, requests, guest, swing)
+    with deployed(settings(2, mine, root)) as url:
+        tally, seconds = asyncio.run(run(url, work))
+        running = stats(url)["in_flight"]
+    return [load_row(tally, seconds, requests, running)]
+
+
+def load_row(tally: Tally, seconds: float, requests: int, running: int) -> dict[str, Any]:
+    ends = sum(count for end, count in tally.ends.items() if end != "loads")
+    return {
+        "case": "load",
+        "requests": requests,
+        "ends": dict(tally.ends),
+        "compared": tally.compared,
+        "ties": tally.ties,
+        "wrong": tally.wrong[:10],
+        "lost": requests - ends,
+        "left_running": running,
+        "requests_per_s": round(ends / seconds, 2),
+        "ok": not tally.wrong and ends == requests and not running,
+    }
+
+
+def throughput_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
+    """Plain requests, none repeated while it is in the caches' reach: one process, one replica, two."""
+    from polylens.server.start import load, start
+
+    adapters = data.adapter_paths()
+    work = Load(list(adapters), pictures(2), data.PROMPT, clients, requests, root, (root, root))
+    rows = []
+    config = settings(1, adapters, root).engine
+    thread = start(load(data.model_path(), config), config, adapters, max_queue=256)
+    with served(thread, root) as url:
+        rows.append(_throughput("one process, no Ray", Crowd(url, work)))
+    thread.stop()
+    for replicas in (1, 2):
+        with deployed(settings(replicas, adapters, root)) as url:
+            rows.append(_throughput(f"{replicas} under Ray", Crowd(url, work)))
+    return rows
+
+
+def _throughput(what: str, crowd: Crowd) -> dict[str, Any]:
+    async def main() -> Asked:
+        return await crowd.ask(await crowd.right_answers())
+
+    asked = asyncio.run(main())
+    return {**_row("throughput", asked), "server": what}
+
+
+def affinity_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
+    """Hit rates, where a replica has room for about half of what is asked for."""
+    mine, _, swing = prepare(data.adapter_paths(), root)
+    work = Load(list(mine), pictures(3), data.PROMPT, clients, requests, root, swing)
+    room = {"adapter_device_bytes": 1_500_000, "adapter_host_bytes": 0, "vision_cache_bytes": 600_000}
+    rows = []
+    for routing in ("affinity", "balanced"):
+        wanted = settings(2, mine, root, prefix_cache=False, **room)
+        wanted = dataclasses.replace(wanted, routing=routing, adapters_per_replica=6)  # type: ignore[arg-type]
+        with deployed(wanted) as url:
+            rows.append({"routing": routing, **_affinity(Crowd(url, work))})
+    return rows
+
+
+def _affinity(crowd: Crowd) -> dict[str, Any]:
+    right = asyncio.run(crowd.right_answers())
+    before = _counts(crowd.url)
+    asked = asyncio.run(crowd.ask(right))
+    hits, misses, moves = (now - then for now, then in zip(_counts(crowd.url), before, strict=True))
+    each = [one["vision_hits"] + one["vision_misses"] for one in stats(crowd.url)["replicas"].values()]
+    return {
+        **_row("affinity", asked),
+        "picture_hits": round(hits / (hits + misses), 3),
+        "adapters_brought_in": int(moves),
+        "adapter_hits": round(1 - moves / crowd.load.num_requests, 3),
+        "encoder_asked": each,
+    }
+
+
+def _counts(url: str) -> tuple[float, float, float]:
+    time.sleep(0.5)  # stats are a moment old
+    found = stats(url)
+    return found["vision_hits"], found["vision_misses"], counter(url, "polylens_adapter_moves_in_total")
+
+
+def kill_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
+    """A replica is killed under load."""
+    adapters = data.adapter_paths()
+    work = Load(list(adapters), pictures(1), data.PROMPT, clients, requests, root, (root, root))
+    with deployed(settings(2, adapters, root)) as url:
+        crowd = Crowd(url, work)
+
+        async def kill() -> None:
+            await asyncio.to_thread(kill_one, url)
+
+        async def main() -> Asked:
+            return await crowd.ask(await crowd.right_answers(), kill)
+
+        asked = asyncio.run(main())
+        names = until_replicas(url, 2)
+    return [{**_row("kill", asked), "replicas_afterwards": len(names)}]
+
+
+def kill_one(url: str) -> str:
+    """Kill the process of the replica that has most to do; its name."""
+    import ray
+
+    replicas = stats(url)["replicas"]
+    name = max(replicas, key=lambda one: replicas[one]["in_flight"])
+    ray.kill(ray.get_actor(f"SERVE_REPLICA::{APPLICATION}#Engine#{name}", namespace="serve"))
+    return name
+
+
+def until_replicas(url: str, count: int, limit_s: float = 120.0) -> list[str]:
+    """The names of `count` replicas that answer, once there are so many."""
+    deadline = time.monotonic() + limit_s
+    while len(names := list(stats(url)["replicas"])) != count and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return names
+
+
+def rolling_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
+    """The application is deployed anew under load."""
+    from ray import serve
+
+    from polylens.hosts.ray.app import application
+
+    adapters = data.adapter_paths()
+    work = Load(list(adapters), pictures(1), data.PROMPT, clients, requests, root, (root, root))
+    wanted = settings(2, adapters, root)
+    with deployed(wanted) as url:
+        crowd, before = Crowd(url, work), set(stats(url)["replicas"])
+
+        async def anew() -> None:
+            await asyncio.to_thread(serve.run, application(wanted), name=APPLICATION)
+
+        async def main() -> Asked:
+            return await crowd.ask(await crowd.right_answers(), anew)
+
+        asked = asyncio.run(main())
+        kept = before & set(stats(url)["replicas"])
+    return [{**_row("rolling", asked), "replicas_kept": len(kept)}]
+
+
+def _row(case: str, asked: Asked) -> dict[str, Any]:
+    total = sum(asked.ends.values())
+    return {
+        "case": case,
+        "requests": total,
+        "ends": dict(asked.ends),
+        "requests_per_s": round(total / asked.seconds, 2),
+        "slowest_s": round(asked.slowest_s, 2),
+        "ok": not asked.ends.keys() - ({"right", "cut"} if case == "kill" else {"right"}),
+    }
+
+
+CASES = {
+    "load": load_case,
+    "throughput": throughput_case,
+    "affinity": affinity_case,
+    "kill": kill_case,
+    "rolling": rolling_case,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="+", choices=CASES)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=600)
+    arguments = parser.parse_args()
+    good = True
+    for case in arguments.case:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in CASES[case](Path(folder), arguments.clients, arguments.requests):
+                print(json.dumps(row), flush=True)
+                good = good and row["ok"]
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""polylens' core inside other people's engines. Leaves: nothing of polylens imports them."""

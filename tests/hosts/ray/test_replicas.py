@@ -1,0 +1,74 @@
+"""Two replicas behind one ingress, for real: right answers, nothing lost, whatever happens to a replica.
+
+A Ray of its own for each test, on loopback; where Ray is not installed (`pip install polylens[ray]`) they skip.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from polylens.demo import data
+
+pytest.importorskip("ray", reason="needs Ray Serve: pip install 'polylens[ray]'")
+pytestmark = pytest.mark.full
+
+from benchmarks import replicas  # noqa: E402
+
+
+def test_the_load_test_through_the_ingress(tmp_path: Path):
+    (row,) = replicas.load_case(tmp_path, clients=8, requests=200)
+    assert row["ok"], row
+    assert row["compared"] > 100
+    assert row["ends"]["loads"] >= 3
+
+
+def test_requests_go_where_their_adapter_and_picture_are(tmp_path: Path):
+    by_affinity, balanced = replicas.affinity_case(tmp_path, clients=6, requests=300)
+    assert by_affinity["ok"], by_affinity
+    assert balanced["ok"], balanced
+    assert by_affinity["picture_hits"] > balanced["picture_hits"]
+    assert by_affinity["adapters_brought_in"] < balanced["adapters_brought_in"]
+    assert min(by_affinity["encoder_asked"]) > 0
+
+
+def test_a_replica_killed_under_load_cuts_only_what_it_was_streaming(tmp_path: Path):
+    (row,) = replicas.kill_case(tmp_path, clients=8, requests=400)
+    assert row["ok"], row
+    assert row["ends"].get("cut", 0) <= 8
+    assert row["replicas_afterwards"] == 2
+
+
+def test_deploying_anew_under_load_loses_nothing(tmp_path: Path):
+    (row,) = replicas.rolling_case(tmp_path, clients=8, requests=600)
+    assert row["ok"], row
+    assert row["replicas_kept"] == 0
+
+
+def test_keys_paths_errors_and_adapters_are_as_the_servers(tmp_path: Path):
+    paths = data.adapter_paths()
+    with (
+        replicas.deployed(replicas.settings(2, paths, paths["json"].parent)) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/ready").status_code == 200
+        assert {card["id"] for card in http.get("/v1/models").json()["data"]} == {"base", *paths}
+        assert http.get("/").text.startswith("<!")
+        assert http.post("/v1/chat/completions", json={"model": "nobody", "messages": []}).status_code in (400, 404)
+        assert http.post("/v1/chat/completions", content=b"{").json()["error"]["type"] == "invalid_request_error"
+        load = {"lora_name": "more", "lora_path": "json"}
+        assert http.post("/v1/load_lora_adapter", json=load).json()["changed"]
+        assert http.post("/v1/load_lora_adapter", json={**load, "lora_path": "thermal"}).status_code == 400
+        assert http.post("/v1/load_lora_adapter", json={**load, "lora_path": "/etc"}).status_code == 403
+        names = [{card["name"] for card in one["adapters"]} for one in http.get("/stats").json()["replicas"].values()]
+        assert names == [{"more", *paths}] * 2
+        # One that starts later has it too.
+        killed = replicas.kill_one(url)
+        assert killed not in replicas.until_replicas(url, 2)
+        names = [{card["name"] for card in one["adapters"]} for one in http.get("/stats").json()["replicas"].values()]
+        assert names == [{"more", *paths}] * 2
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "more"}).status_code == 200
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "more"}).status_code == 404
