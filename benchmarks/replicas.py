@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
 from benchmarks.load_test import (
     MODEL,
     Load,
@@ -42,6 +41,7 @@ from benchmarks.load_test import (
     tokens_of,
     whole,
 )
+
 from polylens.config import EngineConfig
 from polylens.demo import data
 from polylens.hosts.ray.deploy import APPLICATION, Cluster, begin

@@ -18,7 +18,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from polylens import __version__
-from polylens.errors import DeadlineError, QueueFullError
+from polylens.errors import DeadlineError, InternalError, QueueFullError
 from polylens.hosts.ray.affinity import Affinity, affinity_of
 from polylens.hosts.ray.engine import ReplicaUnfitError
 from polylens.hosts.ray.overview import joined_metrics, joined_stats
@@ -143,7 +143,9 @@ class RemoteService:
         except TimeoutError as error:
             raise DeadlineError(f"no answer within {self.options.deadline_s:g} s") from error
         except BackPressureError as error:
-            raise QueueFullError(f"{error.message} try again later") from error
+            raise QueueFullError("too many requests wait for a replica already; try again later") from error
+        except RayTaskError as error:
+            raise _internal(error) from error
         raise HTTPError(503, f"{ATTEMPTS} replicas were lost answering this; try again later", code="replica_lost")
 
     def _ask(self, call: Call, affinity: Affinity) -> Any:
@@ -167,7 +169,10 @@ class RemoteService:
             raise HTTPError(403, "adapters are not loaded over HTTP here (--enable-adapter-loading)", code="disabled")
         with ExitStack() as holding:
             body = await self._bodies.receive(request, holding)
-            return _response(await self._desk.change.remote(call_of(request, body)))
+            try:
+                return _response(await self._desk.change.remote(call_of(request, body)))
+            except RayTaskError as error:
+                raise _internal(error) from error
 
     async def metrics_text(self, request: Request) -> Response:
         """GET /metrics: of all replicas, with a label that says which."""
@@ -204,6 +209,12 @@ class RemoteService:
     async def version(self, _request: Request) -> Response:
         """GET /version."""
         return JSONResponse({"version": __version__})
+
+
+def _internal(error: RayTaskError) -> InternalError:
+    """What the client hears of an error of ours elsewhere; the log has the rest, which would tell of the machine."""
+    log.error("a replica failed: %s", error)
+    return InternalError(f"internal error ({type(error.cause).__name__}); it has been logged")
 
 
 def _response(head: Head) -> Response:
