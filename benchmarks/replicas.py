@@ -101,15 +101,16 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Crowd:
-    """Clients of one server. names: adapters, the most asked for first."""
+    """Clients of one server. more: fields of every request."""
 
     url: str
     load: Load
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     async def right_answers(self) -> dict[tuple[str, int], list[Any]]:
         async with self._client() as http:
             return {
-                (name, picture): await whole(http, body(self.load, name, picture))
+                (name, picture): await whole(http, body(self.load, name, picture, **self.more))
                 for name in (MODEL, *self.load.names)
                 for picture in range(len(self.load.pictures))
             }
@@ -147,7 +148,7 @@ class Crowd:
         return asked
 
     async def _one(self, http: httpx.AsyncClient, key: tuple[str, int], right: list[Any], stream: bool) -> str:
-        asked = body(self.load, *key)
+        asked = body(self.load, *key, **self.more)
         try:
             tokens, error = await (_streamed(http, asked) if stream else _whole(http, asked))
         except httpx.HTTPError as failure:
@@ -288,17 +289,19 @@ def kill_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
     adapters = data.adapter_paths()
     work = Load(list(adapters), pictures(1), data.PROMPT, clients, requests, root, (root, root))
     with deployed(settings(2, adapters, root)) as url:
-        crowd = Crowd(url, work)
+        # Answers long enough that some are being streamed.
+        crowd = Crowd(url, work, {"ignore_eos": True, "max_tokens": 48})
+        killed: list[str] = []
 
         async def kill() -> None:
-            await asyncio.to_thread(kill_one, url)
+            killed.append(await asyncio.to_thread(kill_one, url))
 
         async def main() -> Asked:
             return await crowd.ask(await crowd.right_answers(), kill)
 
         asked = asyncio.run(main())
         names = until_replicas(url, 2)
-    return [{**_row("kill", asked), "replicas_afterwards": len(names)}]
+    return [{**_row("kill", asked), "killed": killed, "replicas_afterwards": names}]
 
 
 def kill_one(url: str) -> str:

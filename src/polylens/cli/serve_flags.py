@@ -194,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
     """Mistakes become the one line of every command."""
 
     def error(self, message: str) -> NoReturn:
-        raise RequestError(f"serve: {message} (try `polylens serve --help`)")
+        raise RequestError(f"{self.prog}: {message} (try `{self.prog} --help`)".removeprefix("polylens "))
 
 
 def make_parser() -> argparse.ArgumentParser:

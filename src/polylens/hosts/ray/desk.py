@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from polylens.hosts.ray.book import Book
+from polylens.hosts.ray.loopback import stay_on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,7 @@ class Desk:
 
     async def __init__(self, engine: str) -> None:  # type: ignore[misc]  # Ray awaits it: the book belongs to its loop
         """engine: name of the replicas' deployment, which itself is given this one and so cannot be given to it."""
+        stay_on_loopback()
         self._engine_name = engine
         self._book = Book()
         self._turn = asyncio.Lock()

@@ -11,6 +11,7 @@ from ray import serve
 
 from polylens.errors import PolylensError
 from polylens.hosts.ray.follower import Follower
+from polylens.hosts.ray.loopback import stay_on_loopback
 from polylens.hosts.ray.wire import answer, answer_whole
 from polylens.server.app import build_app
 from polylens.server.service import Service
@@ -48,6 +49,7 @@ class EngineReplica:
     """What Ray makes several of."""
 
     async def __init__(self, settings: Settings, book: DeploymentHandle) -> None:  # type: ignore[misc]  # Ray awaits it
+        stay_on_loopback()
         self._thread, options = await asyncio.to_thread(start_engine, settings)
         self._app = build_app(Service(self._thread, options))
         self._name = serve.get_replica_context().replica_id.unique_id

@@ -21,6 +21,7 @@ from polylens import __version__
 from polylens.errors import DeadlineError, InternalError, QueueFullError
 from polylens.hosts.ray.affinity import Affinity, affinity_of
 from polylens.hosts.ray.engine import ReplicaUnfitError
+from polylens.hosts.ray.loopback import stay_on_loopback
 from polylens.hosts.ray.overview import joined_metrics, joined_stats
 from polylens.hosts.ray.wire import call_of
 from polylens.server.app import build_app
@@ -241,6 +242,7 @@ class Ingress:
     """What receives requests."""
 
     def __init__(self, settings: Settings, engine: DeploymentHandle, desk: DeploymentHandle) -> None:
+        stay_on_loopback()
         self._service = RemoteService(settings, engine, desk)
 
     def __serve_build_asgi_app__(self) -> Starlette:
