@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from pathlib import Path
 
 import pytest
 
@@ -14,22 +13,11 @@ from polylens.hosts.ray.deploy import Cluster, deploy
 from polylens.hosts.ray.settings import Settings
 
 
-def test_it_takes_the_flags_of_serve_and_those_of_replicas(tmp_path: Path):
+def test_it_takes_the_flags_of_serve_and_those_of_replicas():
     adapter = data.adapter_paths()["json"]
-    flags = [
-        "m",
-        "--replicas",
-        "2",
-        "--max-replicas",
-        "3",
-        "--gpus-per-replica",
-        "0.5",
-        "--max-num-seqs",
-        "4",
-        "--api-key",
-        "k",
-    ]
-    flags += ["--lora-dir", str(adapter.parent), "--lora-modules", f"mine={adapter}"]
+    pairs = {"--replicas": "2", "--max-replicas": "3", "--gpus-per-replica": "0.5", "--max-num-seqs": "4"}
+    pairs |= {"--api-key": "k", "--lora-dir": str(adapter.parent), "--lora-modules": f"mine={adapter}"}
+    flags = ["m", *(word for pair in pairs.items() for word in pair)]
     settings = settings_of(_parser().parse_args(flags))
     assert (settings.model, settings.replicas, settings.max_replicas, settings.gpus) == ("m", 2, 3, 0.5)
     assert settings.engine.max_running == 4
