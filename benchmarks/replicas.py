@@ -253,7 +253,7 @@ def affinity_case(root: Path, clients: int, requests: int) -> list[dict[str, Any
     """Hit rates, where a replica has room for about half of what is asked for."""
     mine, _, swing = prepare(data.adapter_paths(), root)
     work = Load(list(mine), pictures(3), data.PROMPT, clients, requests, root, swing)
-    room = {"adapter_device_bytes": 1_500_000, "adapter_host_bytes": 0, "vision_cache_bytes": 600_000}
+    room = {"adapter_device_bytes": 3_000_000, "adapter_host_bytes": 0, "vision_cache_bytes": 600_000}
     rows = []
     for routing in ("affinity", "balanced"):
         wanted = settings(2, mine, root, prefix_cache=False, **room)

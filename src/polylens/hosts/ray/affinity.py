@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Replica = TypeVar("Replica", bound=Hashable)
 
 LOAD_FACTOR = 1.25
-SLACK = 4
+SLACK = 2
 """A replica counts as busy with more than LOAD_FACTOR times the mean of requests in flight plus SLACK: what an adapter
 or a picture saves is worth a little waiting, and no more ("consistent hashing with bounded loads")."""
 
