@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(HASH)
 # Names the checkout that the editable install points to: a venv can be shared between clones.
 CHECKOUT := $(VENV)/.checkout
 
-.PHONY: demo test test-all lint format install clean
+.PHONY: demo families test test-all lint format install clean
 
 demo: install
 	$(BIN)/polylens demo
@@ -19,7 +19,11 @@ demo: install
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not full"
 
-test-all: lint
+# Writes docs/families.md from the tiny builds of the families.
+families: install
+	$(BIN)/python -m tools.families_table
+
+test-all: lint families
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 
 lint: install

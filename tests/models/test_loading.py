@@ -93,6 +93,11 @@ def test_another_kind_of_model_is_refused(folder: Path) -> None:
     refused(folder, "vision-language")
 
 
+def test_a_model_that_generates_no_text_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "pi0"}))
+    refused(folder, "does not generate text")
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "abacus"])
 def test_a_device_that_cannot_be_used_is_refused(folder: Path, device: str) -> None:
     refused(folder, "device", device=device)

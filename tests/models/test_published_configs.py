@@ -50,7 +50,7 @@ def test_the_size_is_the_published_one(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_linear_layer_is_found_in_its_component(name: str) -> None:
     model, layers = outline(name)
-    # Llama 4's router is a linear layer by inheritance, but chooses experts: what an adapter adds to it is no delta.
+    # Llama 4's router is one by inheritance only, and of a kind of its own.
     linear = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
     found = {path: spec for path, spec in layers.specs.items() if spec.kind is LayerKind.LINEAR}
     assert found.keys() == linear.keys()
