@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tests.families.build import ALL_FAMILIES, build_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from polylens.config import EngineConfig
@@ -24,7 +25,6 @@ from polylens.engine.engine import Engine
 from polylens.models.loading import load_model
 from polylens.models.probe import ProbeResult
 from polylens.models.row_rules import RowRule
-from tests.families.build import ALL_FAMILIES, build_checkpoint
 
 TABLE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -34,7 +34,8 @@ HEAD = f"""\
 # Families
 
 Made by `make families` with transformers {transformers.__version__}; do not edit. One row for every model type of its
-`AutoModelForImageTextToText`. Language models without an encoder (`AutoModelForCausalLM`) load too; they have no rows.
+`AutoModelForImageTextToText`, and one for every further build in `tests/families` (a family with another tower or text
+model). Language models without an encoder (`AutoModelForCausalLM`) load too; they have no rows.
 
 **Level**: *mixed*: requests of different adapters share every batch, in the encoder too. *One adapter at a time in the
 encoder*: text is mixed, but an encoder batch holds one adapter's pictures. *Host path*: transformers' own `generate`
@@ -82,7 +83,7 @@ def told(family: str) -> Row:
     if not model_class.can_generate():
         return Row(family, "refused: does not generate text")
     if getattr(model_class.config_class, "is_encoder_decoder", False):
-        return Row(family, "host path: it is an encoder-decoder (not tested here)")
+        return Row(family, "host path if it has a chat template: it is an encoder-decoder (not tested here)")
     return Row(family, UNTESTED)
 
 

@@ -48,6 +48,9 @@ MAX_ERROR = 3e-4
 MIN_CONTRAST = 10.0
 """A wrong run must be off by so many times what counts as equal."""
 
+MAX_REASON = 160
+"""Characters shown of what transformers says where it fails."""
+
 NUM_TOKENS = 4
 """Tokens generated a request: the prefill's, and three decodes."""
 
@@ -117,7 +120,7 @@ def _prove(loaded: LoadedModel) -> Proof:
                 return _compare(loaded, narrow=narrow)
         except Exception as error:
             logger.debug("the stand-in (narrow: %s) cannot be run", narrow, exc_info=True)
-            failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            failures.append(f"{type(error).__name__}: {error}".splitlines()[0][:MAX_REASON])
     return Proof(f"a small copy of it could not be compared ({failures[-1]})")
 
 

@@ -72,7 +72,8 @@ def stand_in(model: PreTrainedModel, *, narrow: bool = True) -> PreTrainedModel:
 
 
 def _build(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    small = type(model)._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    attention = "sdpa" if model._supports_sdpa else "eager"  # any of them takes float32
+    small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     small = small.to(_device(model)).eval().requires_grad_(False)
     randomise(small, model_layers(small))
     return small
