@@ -235,7 +235,7 @@ def _check_config(config: PreTrainedConfig, source: str) -> None:
             f"{source!r} is a {config.model_type!r} model; polylens serves vision-language models and language models "
             "(those of transformers' AutoModelForImageTextToText and AutoModelForCausalLM)"
         )
-    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if model_class is not None and not model_class.can_generate():
         raise ModelLoadError(f"{source!r} is a {config.model_type!r} model, which does not generate text")
     if getattr(config, "quantization_config", None) is not None:
