@@ -1,13 +1,13 @@
 """What several replicas behind one ingress do: under load, against one replica, by routing, and when one is killed.
 
-`python benchmarks/replicas.py CASE …` with cases of `load`, `throughput`, `affinity`, `kill` and `rolling`, on the
-demo's model, all on this machine and its loopback. Needs `pip install polylens[ray]`. Prints one JSON line for each
+`python -m benchmarks.replicas CASE …` with cases of `load`, `throughput`, `affinity`, `kill`, `rolling`, `scale`, on
+the demo's model, all on this machine and its loopback. Needs `pip install polylens[ray]`. Prints one JSON line for each
 measurement; exit code 1 if an answer was wrong or lost.
 
 load: the load test of the server (benchmarks/load_test.py) through the ingress of two replicas. throughput: plain
 requests to one process without Ray, one replica, two replicas. affinity: hit rates where each replica has room for
 half of the adapters and pictures, by routing. kill: a replica is killed while clients ask. rolling: the application is
-deployed anew while clients ask.
+deployed anew while clients ask. scale: clients ask until a second replica has been added.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def settings(replicas: int, adapters: Mapping[str, Path], root: Path, **engine: 
 @contextmanager
 def deployed(wanted: Settings) -> Iterator[str]:
     """A Ray of our own with the application; all of it has ended afterwards."""
-    import ray
-    from ray import serve
-
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
     begin(wanted, Cluster(object_store_bytes=OBJECT_STORE_BYTES), "127.0.0.1", port)
+    import ray  # not before: it reads then which addresses it is to use
+    from ray import serve
+
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -286,11 +286,11 @@ def _counts(url: str) -> tuple[float, float, float]:
 
 def kill_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
     """A replica is killed under load."""
-    adapters = data.adapter_paths()
+    adapters = dict(list(data.adapter_paths().items())[:3])
     work = Load(list(adapters), pictures(1), data.PROMPT, clients, requests, root, (root, root))
     with deployed(settings(2, adapters, root)) as url:
         # Answers long enough that some are being streamed.
-        crowd = Crowd(url, work, {"ignore_eos": True, "max_tokens": 48})
+        crowd = Crowd(url, work, {"ignore_eos": True, "max_tokens": 32})
         killed: list[str] = []
 
         async def kill() -> None:
@@ -322,16 +322,42 @@ def until_replicas(url: str, count: int, limit_s: float = 120.0) -> list[str]:
     return names
 
 
+def kill_desk() -> None:
+    """Kill the process that keeps the book of adapters."""
+    import ray
+
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    (name,) = (one["name"] for one in actors if one["name"].startswith(f"SERVE_REPLICA::{APPLICATION}#Desk#"))
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+def scale_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
+    """Clients ask, `requests` at a time, until a second replica is there or two minutes are over."""
+    adapters = data.adapter_paths()
+    work = Load(list(adapters), pictures(1), data.PROMPT, clients, requests, root, (root, root))
+    wanted = dataclasses.replace(settings(1, adapters, root), max_replicas=2, target_requests=2)
+    with deployed(wanted) as url:
+        crowd, asked, began = Crowd(url, work), Asked(), time.monotonic()
+        right = asyncio.run(crowd.right_answers())
+        while len(stats(url)["replicas"]) < 2 and time.monotonic() - began < 120:
+            more = asyncio.run(crowd.ask(right))
+            asked.ends += more.ends
+            asked.seconds += more.seconds
+            asked.slowest_s = max(asked.slowest_s, more.slowest_s)
+        replicas = len(stats(url)["replicas"])
+    return [{**_row("scale", asked), "replicas_afterwards": replicas}]
+
+
 def rolling_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
     """The application is deployed anew under load."""
-    from ray import serve
-
-    from polylens.hosts.ray.app import application
-
     adapters = data.adapter_paths()
     work = Load(list(adapters), pictures(1), data.PROMPT, clients, requests, root, (root, root))
     wanted = settings(2, adapters, root)
     with deployed(wanted) as url:
+        from ray import serve
+
+        from polylens.hosts.ray.app import application
+
         crowd, before = Crowd(url, work), set(stats(url)["replicas"])
 
         async def anew() -> None:
@@ -363,6 +389,7 @@ CASES = {
     "affinity": affinity_case,
     "kill": kill_case,
     "rolling": rolling_case,
+    "scale": scale_case,
 }
 
 

@@ -5,6 +5,8 @@ A Ray of its own for each test, on loopback; where Ray is not installed (`pip in
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import pytest
 
 from polylens.demo import data
 
-pytest.importorskip("ray", reason="needs Ray Serve: pip install 'polylens[ray]'")
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs Ray Serve: pip install 'polylens[ray]'", allow_module_level=True)
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # whoever imports Ray first: it is to stay on loopback
 pytestmark = pytest.mark.full
 
 from benchmarks import replicas  # noqa: E402
@@ -51,12 +55,20 @@ def test_deploying_anew_under_load_loses_nothing(tmp_path: Path):
     assert row["replicas_kept"] == 0
 
 
+def test_replicas_are_added_while_requests_queue(tmp_path: Path):
+    (row,) = replicas.scale_case(tmp_path, clients=8, requests=100)
+    assert row["ok"], row
+    assert row["replicas_afterwards"] == 2
+
+
+def adapters_of_each(http: httpx.Client) -> list[set[str]]:
+    return [{card["name"] for card in one["adapters"]} for one in http.get("/stats").json()["replicas"].values()]
+
+
 def test_keys_paths_errors_and_adapters_are_as_the_servers(tmp_path: Path):
     paths = data.adapter_paths()
-    with (
-        replicas.deployed(replicas.settings(2, paths, paths["json"].parent)) as url,
-        httpx.Client(base_url=url) as http,
-    ):
+    wanted = replicas.settings(2, paths, paths["json"].parent)
+    with replicas.deployed(wanted) as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/ready").status_code == 200
         assert {card["id"] for card in http.get("/v1/models").json()["data"]} == {"base", *paths}
@@ -67,13 +79,13 @@ def test_keys_paths_errors_and_adapters_are_as_the_servers(tmp_path: Path):
         assert http.post("/v1/load_lora_adapter", json=load).json()["changed"]
         assert http.post("/v1/load_lora_adapter", json={**load, "lora_path": "thermal"}).status_code == 400
         assert http.post("/v1/load_lora_adapter", json={**load, "lora_path": "/etc"}).status_code == 403
-        names = [{card["name"] for card in one["adapters"]} for one in http.get("/stats").json()["replicas"].values()]
-        assert names == [{"more", *paths}] * 2
-        # One that starts later has it too.
+        assert adapters_of_each(http) == [{"more", *paths}] * 2
+        # Whoever starts later has it too, also when the book of adapters was lost between.
+        replicas.kill_desk()
+        assert http.post("/v1/load_lora_adapter", json={**load, "lora_name": "later"}).json()["changed"]
         killed = replicas.kill_one(url)
         assert killed not in replicas.until_replicas(url, 2)
-        names = [{card["name"] for card in one["adapters"]} for one in http.get("/stats").json()["replicas"].values()]
-        assert names == [{"more", *paths}] * 2
+        assert adapters_of_each(http) == [{"more", "later", *paths}] * 2
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "more"}).status_code == 200
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "more"}).status_code == 404
 
@@ -93,3 +105,11 @@ def test_the_command_serves_and_ends_when_told(tmp_path: Path):
         finally:
             process.terminate()
             process.wait(60)
+
+
+def test_rays_own_commands_can_build_it():
+    from ray.serve import Application
+
+    from polylens.hosts.ray import build_app
+
+    assert isinstance(build_app({"model": str(data.model_path()), "replicas": 1, "max_replicas": 2}), Application)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from polylens.demo import data
 from polylens.errors import RequestError
@@ -62,6 +64,16 @@ def test_mistakes_are_one_line(given: dict[str, Any], says: str):
     with pytest.raises(RequestError, match=says) as found:
         settings_of(given)
     assert "\n" not in str(found.value)
+
+
+def test_the_manifest_of_the_docs_says_what_polylens_takes():
+    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    manifest = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    given = {key: value for key, value in application["args"].items() if key != "lora_dir"}  # no such folder here
+    assert settings_of(given).max_replicas == 8
 
 
 METRICS = b"""# HELP polylens_steps_total Steps

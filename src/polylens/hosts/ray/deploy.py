@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from polylens.config import MIB
 from polylens.errors import ModelLoadError, PolylensError
+from polylens.hosts.ray.loopback import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from polylens.hosts.ray.settings import Settings
+
+log = logging.getLogger(__name__)
 
 APPLICATION = "polylens"
 
@@ -80,8 +84,10 @@ def _start(ray: Any, settings: Settings, cluster: Cluster) -> None:
         include_dashboard=False,
         object_store_memory=cluster.object_store_bytes,
         log_to_driver=False,
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=LOOPBACK,
     )
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        log.warning("Ray was imported before, and is not on loopback: its ports are open to the network")
 
 
 def _ray() -> tuple[Any, Any]:
