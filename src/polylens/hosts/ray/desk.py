@@ -27,6 +27,7 @@ class Desk:
         """engine: name of the replicas' deployment, which itself is given this one and so cannot be given to it."""
         stay_on_loopback()
         self._engine_name = engine
+        self._engine: Any = None
         self._book = Book()
         self._turn = asyncio.Lock()
 
@@ -63,8 +64,10 @@ class Desk:
 
     async def _try(self, call: Call) -> Head:
         """One replica does it first, and says what is wrong with it."""
-        engine: Any = serve.get_deployment_handle(self._engine_name, serve.get_replica_context().app_name)
-        pieces = [piece async for piece in engine.options(stream=True).answer.remote(call)]
+        if self._engine is None:  # made once: each handle follows the replicas by itself
+            handle = serve.get_deployment_handle(self._engine_name, serve.get_replica_context().app_name)
+            self._engine = handle.options(stream=True)
+        pieces = [piece async for piece in self._engine.answer.remote(call)]
         head: Head = pieces[0]
         return head
 

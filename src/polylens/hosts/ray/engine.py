@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from polylens.errors import PolylensError
+from polylens.errors import PolylensError, UnknownAdapterError
 from polylens.hosts.ray.follower import Follower
 from polylens.hosts.ray.loopback import stay_on_loopback
 from polylens.hosts.ray.wire import answer, answer_whole
@@ -62,11 +62,18 @@ class EngineReplica:
         """The application's answer. Raises ReplicaUnfitError if another replica had better be asked."""
         self._check_fit()
         await self._follower.pass_gate(call.adapter)
-        if call.adapter in self._thread.registry.names():
+        if self._knows(call.adapter):
             await self._holding(call.adapter)
         async with aclosing(answer(self._app, call)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    def _knows(self, adapter: str) -> bool:
+        try:
+            self._thread.registry.path(adapter)
+        except UnknownAdapterError:
+            return False
+        return True
 
     async def whole(self, call: Call) -> tuple[str, Head]:
         """This replica's name, and its answer to a call that is answered whole."""
