@@ -9,8 +9,7 @@ ready for adapters. The others are told from transformers alone.
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +19,10 @@ from tests.families.build import ALL_FAMILIES, build_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from polylens.config import EngineConfig
-from polylens.core import Component, LayerKind, LayerSpec
+from polylens.core import Component
+from polylens.engine.describe_model import ComponentDescription, description
 from polylens.engine.engine import Engine
 from polylens.models.loading import load_model
-from polylens.models.probe import ProbeResult
-from polylens.models.row_rules import RowRule
 
 TABLE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -97,49 +95,28 @@ def measured(family: str) -> Row:
 
 
 def _row(family: str, engine: Engine) -> Row:
-    probe = engine.probe
-    assert probe is not None
-    specs = engine.loaded.layers.specs
+    assert engine.probe is not None
+    found = description(engine.loaded, engine.probe)
+    tower, connector, language = (_component(found.components[part.value]) for part in Component)
     return Row(
         family,
-        _level(engine),
-        tower=_component(specs.values(), Component.VISION_TOWER, probe),
-        connector=_component(specs.values(), Component.CONNECTOR, probe),
-        language=_component(specs.values(), Component.LANGUAGE_MODEL, probe),
-        video="yes" if engine.loaded.processing.takes_videos else "as frames",
-        no_effect=_no_effect(probe),
-        refused=_refused(specs.values(), probe),
+        f"{found.level}: {found.reason}" if found.reason else found.level,
+        tower,
+        connector,
+        language,
+        video="yes" if found.takes_videos else "as frames",
+        no_effect=_counted(found.no_effect[::-1]),
+        refused=_counted(sorted(found.refused)),
     )
 
 
-def _level(engine: Engine) -> str:
-    if engine.loaded.is_hosted:
-        return f"host path: {engine.loaded.host_reason}"
-    return "mixed" if engine.vision.mixed else "one adapter at a time in the encoder"
-
-
-def _component(specs: Iterable[LayerSpec], component: Component, probe: ProbeResult) -> str:
+def _component(found: ComponentDescription) -> str:
     """`24 linear, 9 norm; rows by patches`."""
-    own = [spec for spec in specs if spec.component is component]
-    kinds = Counter(spec.kind.value for spec in own)
-    text = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    settled = {RowRule.NO_EFFECT, RowRule.UNPROVEN}
-    rules = {probe.rules[spec.name] for spec in own if spec.name in probe.rules} - settled
-    return f"{text}; rows by {', '.join(sorted(rule.value for rule in rules))}" if rules else text
+    text = ", ".join(f"{count} {kind}" for kind, count in found.num_layers.items())
+    return f"{text}; rows by {', '.join(found.row_rules)}" if found.row_rules else text
 
 
-def _no_effect(probe: ProbeResult) -> str:
-    idle = sorted(probe.layers_with(RowRule.NO_EFFECT))
-    return f"{len(idle)}, e.g. `{idle[-1]}`" if idle else ""
-
-
-def _refused(specs: Iterable[LayerSpec], probe: ProbeResult) -> str:
-    undivided = [
-        spec.name
-        for spec in specs
-        if spec.kind in (LayerKind.NORM, LayerKind.CONV) and probe.rules.get(spec.name) is RowRule.UNPROVEN
-    ]
-    names = sorted({*undivided, *probe.unreachable})
+def _counted(names: Sequence[str]) -> str:
     return f"{len(names)}, e.g. `{names[0]}`" if names else ""
 
 

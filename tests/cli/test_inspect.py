@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.cli.conftest import Shop
 from tests.cli.process import assert_refused, polylens
+from tests.families.build import build_checkpoint
 
 KEYS = {
     "path", "loads", "options", "num_tensors", "num_parameters", "dtypes", "ranks", "model_type", "components",
@@ -56,3 +57,20 @@ def test_broken_files_are_refused(shop: Shop, tmp_path: Path):
     (folder / "adapter_config.json").write_text("{")
     assert_refused(polylens("inspect", folder), "adapter_config.json", "not valid JSON")
     assert_refused(polylens("inspect", shop.words, "--model", tmp_path), "no config.json")
+
+
+def test_of_a_model_it_tells_how_it_is_run(shop: Shop):
+    told = json.loads(polylens("inspect", shop.model, "--json").stdout)
+    assert (told["level"], told["reason"]) == ("mixed", None)
+    assert told["components"]["vision_tower"]["row_rules"]
+    assert told["components"]["language_model"]["num_layers"]["linear"] > 0
+    text = polylens("inspect", shop.model).stdout
+    assert "level       mixed" in text
+
+
+def test_of_a_model_that_transformers_runs_it_tells_the_reason(tmp_path: Path):
+    folder = build_checkpoint("florence2", tmp_path)
+    (folder / "model.safetensors").unlink()
+    done = polylens("inspect", folder)
+    assert done.returncode == 0, done.stderr
+    assert "level       host path: it is an encoder-decoder" in done.stdout

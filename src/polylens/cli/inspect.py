@@ -1,8 +1,9 @@
-"""`polylens inspect`: what is in an adapter, and whether it fits a model."""
+"""`polylens inspect`: what is in an adapter, and whether it fits a model; or what polylens makes of a model."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
 
     from polylens.adapters.describe import AdapterDescription
     from polylens.core import ModelLayers
+    from polylens.engine.describe_model import ModelDescription
 
 
 def inspect(
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A PEFT LoRA adapter: a local folder or a hub id.")],
+    adapter: Annotated[
+        str,
+        typer.Argument(metavar="ADAPTER", help="A PEFT LoRA adapter: a local folder or a hub id. Or a model's folder."),
+    ],
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="MODEL", help="The base model to check it against. Its weights are not read."),
@@ -29,7 +34,12 @@ def inspect(
 
     With --model: which modules match and to which part of the model they belong. Exit code 1 if the adapter
     would be refused, 2 if there is nothing to show (no such folder, broken files).
+
+    Of a model's folder: how it would be run (adapters mixed, or by transformers and why), and what adapters may change.
     """
+    if model is None and _is_model(adapter):
+        _inspect_model(adapter, json_output, trust_remote_code)
+        return
     from polylens.adapters.describe import describe_adapter
 
     described = describe_adapter(adapter, _layers(model, trust_remote_code))
@@ -39,6 +49,34 @@ def inspect(
         typer.echo("\n".join(_lines(described)))
     if described.loads is False:
         raise typer.Exit(1)
+
+
+def _is_model(path: str) -> bool:
+    folder = Path(path).expanduser()
+    return (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists()
+
+
+def _inspect_model(model: str, json_output: bool, trust_remote_code: bool) -> None:
+    from polylens.engine.describe_model import describe_model
+
+    described = describe_model(model, trust_remote_code=trust_remote_code)
+    text = json.dumps(described.to_json(), ensure_ascii=False) if json_output else "\n".join(_model_lines(described))
+    typer.echo(text)
+
+
+def _model_lines(described: ModelDescription) -> Iterator[str]:
+    yield f"model       {described.model}"
+    yield f"type        {described.model_type} ({described.model_class}), {described.num_parameters:,} parameters"
+    yield f"level       {described.level}" + (f": {described.reason}" if described.reason else "")
+    media = ("pictures", "videos") if described.takes_videos else ("pictures", "videos as frames")
+    yield f"takes       text{', '.join(('', *media)) if described.takes_media else ''}"
+    for component, part in described.components.items():
+        if part.num_layers:
+            counts = ", ".join(f"{count} {kind}" for kind, count in part.num_layers.items())
+            rules = f"; rows by {', '.join(part.row_rules)}" if part.row_rules else ""
+            yield f"  {component:<16} {counts}{rules}"
+    yield from (f"no effect   {name}" for name in described.no_effect)
+    yield from (f"refused     {name}: {reason}" for name, reason in described.refused.items())
 
 
 def _layers(model: str | None, trust_remote_code: bool) -> ModelLayers | None:

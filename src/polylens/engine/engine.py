@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.core import Completion, CompletionDelta, Component, FinishReason, LayerKind, Usage
+from polylens.core import Completion, CompletionDelta, FinishReason, LayerKind, Usage
+from polylens.engine.adaptable import Adaptable
 from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.adapter_store import AdapterStore
 from polylens.engine.host import HostExecutor
@@ -35,11 +36,9 @@ from polylens.models.row_rules import RowRule
 from polylens.native import compiled_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from polylens.adapters.load import AdapterPath, LoadReport
     from polylens.config import EngineConfig
-    from polylens.core import Adapter, LayerSpec, Request, TokenLogprob
+    from polylens.core import Adapter, Request, TokenLogprob
     from polylens.engine.adapter_lease import StoreLease
     from polylens.engine.executor import Executor
     from polylens.engine.stopping import OutputStep, OutputStream
@@ -157,31 +156,23 @@ class Engine:
             return
         probe = find_row_rules(self.loaded)
         layers = self.loaded.layers
-        reachable = {name: spec for name, spec in layers.specs.items() if name not in probe.unreachable}
-        reachable, undivided = _without_undivided(reachable, probe)
-        others = {
-            **layers.other_modules,
-            **dict.fromkeys(probe.unreachable, "a layer that is never called"),
-            **dict.fromkeys(undivided, "a module whose rows cannot be told apart by item"),
-        }
+        adaptable = Adaptable.of(layers, probe)
+        others = {**layers.other_modules, **adaptable.refused}
         self._adapter_files.describe_model(
-            dataclasses.replace(layers, specs=reachable, other_modules=others),
+            dataclasses.replace(layers, specs=adaptable.specs, other_modules=others),
             no_effect=probe.layers_with(RowRule.NO_EFFECT),
         )
-        self.vision.mixed = not any(
-            probe.rules.get(name) is RowRule.UNPROVEN and spec.component is not Component.LANGUAGE_MODEL
-            for name, spec in reachable.items()
-        )
+        self.vision.mixed = adaptable.mixed
         self._wrapped = wrap_layers(
             self.loaded.model,
-            reachable.values(),
+            adaptable.specs.values(),
             self.context,
             probe.rules,
             self._cost_model(),
             choose_factored(self.loaded.device, self._kernels),
         )
         self.probe = probe
-        if any(spec.kind is LayerKind.HEAD_NORM for spec in reachable.values()):
+        if any(spec.kind is LayerKind.HEAD_NORM for spec in adaptable.specs.values()):
             self._executor.rehearse(1 + _most_heads(self.loaded))
 
     def _cost_model(self) -> CostModel:
@@ -375,18 +366,3 @@ def _most_heads(loaded: LoadedModel) -> int:
     """So many more tokens than that can be told from heads."""
     text = loaded.config.get_text_config()
     return max(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or 0)
-
-
-def _without_undivided(
-    specs: Mapping[str, LayerSpec], probe: ProbeResult
-) -> tuple[dict[str, LayerSpec], tuple[str, ...]]:
-    """The layers without those norms and patch embeddings that have no proven row rule, and the names of these.
-
-    Adapters seldom change them: so those adapters are refused, and the others still mix in the encoder.
-    """
-    undivided = tuple(
-        name
-        for name, spec in specs.items()
-        if spec.kind in (LayerKind.NORM, LayerKind.CONV) and probe.rules.get(name) is RowRule.UNPROVEN
-    )
-    return {name: spec for name, spec in specs.items() if name not in undivided}, undivided

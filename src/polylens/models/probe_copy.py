@@ -60,10 +60,16 @@ def copy_for_probe(
     kept = cut_tower(config, list_lengths) if _encoder_parameters(model, layers) > max_parameters else None
     attention = _tower_attention(model)
     small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
-    small = small.to(next(model.parameters()).device).eval().requires_grad_(False)
+    small = small.to(device_for_copy(model)).eval().requires_grad_(False)
     small_layers = model_layers(small)
     randomise(small, small_layers)
     return ProbeCopy(small, small_layers, kept)
+
+
+def device_for_copy(model: nn.Module) -> torch.device:
+    """The model's own device; of a model without weights, the CPU."""
+    device = next(model.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def probe_layers(model: nn.Module, layers: ModelLayers) -> list[ProbeLayer]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from polylens.models.components import model_layers
-from polylens.models.probe_copy import MAX_UNCUT_PARAMETERS, randomise
+from polylens.models.probe_copy import MAX_UNCUT_PARAMETERS, device_for_copy, randomise
 from polylens.models.probe_cut import cut_tower
 
 if TYPE_CHECKING:
@@ -74,14 +74,9 @@ def stand_in(model: PreTrainedModel, *, narrow: bool = True) -> PreTrainedModel:
 def _build(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
     attention = "sdpa" if model._supports_sdpa else "eager"  # any of them takes float32
     small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
-    small = small.to(_device(model)).eval().requires_grad_(False)
+    small = small.to(device_for_copy(model)).eval().requires_grad_(False)
     randomise(small, model_layers(small))
     return small
-
-
-def _device(model: nn.Module) -> torch.device:
-    device = next(model.parameters()).device
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _lower(config: Any, name: str, most: int) -> None:
