@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from polylens.errors import ModelLoadError
@@ -107,9 +107,9 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 self._check_whole(name, least)
-        for name in ("trust_remote_code", "read_pickles", "prefix_cache", "show_progress"):
-            if not isinstance(getattr(self, name), bool):
-                raise ModelLoadError(f"{name} must be True or False, got {getattr(self, name)!r:.200}")
+        for switch in fields(self):
+            if isinstance(switch.default, bool) and not isinstance(getattr(self, switch.name), bool):
+                raise ModelLoadError(f"{switch.name} must be True or False, got {getattr(self, switch.name)!r:.200}")
         self._check_utilization()
 
     def _check_whole(self, name: str, least: int) -> None:

@@ -461,8 +461,6 @@ def _check_request(request: Request) -> None:
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 @dataclass(frozen=True)

@@ -101,3 +101,13 @@ class InternalError(PolylensError):
 
 class EngineFailedError(InternalError):
     """The engine's thread ended with an error: it answers nothing any more until it is started anew."""
+
+
+MAX_LINE_CHARS = 300
+"""Shown of what another library says: some put a whole file into their message."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of another library says, as one line; its type where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:MAX_LINE_CHARS] if lines else type(error).__name__

@@ -130,10 +130,10 @@ class SimulatedEngine:
             self.compute(entry)
         self.scheduler.on_computed(plan)
         self.scheduler.check_integrity()
-        for seq in plan.sampled:
+        for seq in (entry.seq for entry in plan.entries if entry.samples):
             seq.append(next_token(contents(seq)[-1]))
             if len(seq.output_ids) == seq.sampling.max_tokens:
-                self.scheduler.finish(seq)
+                self.scheduler.abort(seq)
                 self.done.append(seq)
                 self.num_cached_tokens += seq.cached_tokens
         self.scheduler.check_integrity()

@@ -117,7 +117,7 @@ def test_one_that_is_only_registered_is_read_before_its_request_is_prepared(
     llm.registry._read = lambda *a: readers.append(threading.current_thread().name) or read(*a)
 
     async def main() -> int:
-        await thread.register_adapter("lazy", with_template("lazy"))
+        thread.registry.register("lazy", with_template("lazy"))
         handle = thread.submit(ChatRequest(MESSAGES, "lazy", SHORT))
         return (await handle.completion()).usage.prompt_tokens
 

@@ -168,7 +168,7 @@ def test_registering_reads_nothing_until_asked_for():
     for index in range(1000):
         bench.store.register(f"n{index}", f"p{index}")
     assert bench.files.reads == []
-    assert bench.store.source("n7") == "p7"
+    assert bench.store.path("n7") == "p7"
     for name in ("n7", "n8", "n9", "n7"):
         seq = bench.sequence(name)
         assert bench.enter_soon(seq)

@@ -122,7 +122,15 @@ def test_a_closed_llm_answers_nothing(checkpoint: Callable[[str], Path]):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"dtype": "int8"}, {"apply_mode": "fast"}, {"page_tokens": 0}, {"max_running": 0}, {"kv_bytes": "1 GiB"}],
+    [
+        {"dtype": "int8"},
+        {"apply_mode": "fast"},
+        {"page_tokens": 0},
+        {"max_running": 0},
+        {"kv_bytes": "1 GiB"},
+        {"calibrate": "no"},
+        {"adapter_templates": 0},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ModelLoadError, match=next(iter(wrong))):

@@ -5,7 +5,14 @@ import random
 import pytest
 
 from polylens.core import FinishReason, SamplingParams
-from polylens.engine.stopping import REPLACEMENT, Detokenizer, OutputRules, StopStrings, special_token_ids
+from polylens.engine.stopping import (
+    REPLACEMENT,
+    Detokenizer,
+    OutputRules,
+    OutputStep,
+    StopStrings,
+    special_token_ids,
+)
 from tests.families.tokenizers_and_templates import gemma_tokenizer, llava_tokenizer, qwen_tokenizer
 
 TEXTS = (
@@ -144,7 +151,7 @@ def answer(tokenizer, ids, sampling, eos=(), **options):
         text += step.text
         if step.finish_reason is not None:
             return text, step.finish_reason, step.matched_stop, count
-    return text + stream.finish(), None, None, len(ids)
+    return text + stream.complete(OutputStep("")).text, None, None, len(ids)
 
 
 def test_a_stop_string_across_tokens_is_cut_out(tokenizer):

@@ -75,7 +75,7 @@ def test_registered_ones_are_read_when_asked_for_and_broken_ones_harm_nobody(
 ):
     async def main() -> None:
         for name, folder in {**folders, "broken": tmp_path}.items():
-            await thread.register_adapter(name, folder)
+            thread.registry.register(name, folder)
         assert llm.registry.stats().num_reads == 0
         handles = [thread.submit(request) for request in requests("broken", "all", "broken", None)]
         with pytest.raises(AdapterFormatError):
@@ -202,7 +202,7 @@ def test_a_random_life(checkpoint: Callable[[str], Path], folders, expected, see
 
     async def main() -> None:
         for name, folder in folders.items():
-            await thread.register_adapter(name, folder)
+            thread.registry.register(name, folder)
         await asyncio.gather(operator(), *(client() for _ in range(6)))
         for name in folders:
             await thread.unload_adapter(name)

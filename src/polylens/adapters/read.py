@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from polylens.adapters.options import LoraOptions, check_refusals, parse_options
 from polylens.adapters.patterns import MAX_NAME_CHARS
-from polylens.errors import AdapterFormatError, AdapterUnsupportedError
+from polylens.errors import AdapterFormatError, AdapterUnsupportedError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +104,7 @@ def find_adapter(path: str | Path) -> Path:
             return _only_inner(folder)
         exists = bool(str(path)) and folder.exists()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: "~name" of no user
-        reason = getattr(error, "strerror", None) or _first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise AdapterFormatError(f"adapter path {str(path)[:200]!r} cannot be opened: {reason}") from error
     if exists:
         raise AdapterFormatError(f"adapter {str(path)!r} is a file; give the folder that holds {CONFIG_FILE}")
@@ -130,7 +130,7 @@ def _fetch(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         raise AdapterFormatError(
             f"adapter {hub_id!r} is no folder here and cannot be fetched from the hub: {reason}"
         ) from error
@@ -149,7 +149,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(file, MAX_CONFIG_BYTES).decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{file} is not valid JSON: {_first_line(error)}") from error
+        raise AdapterFormatError(f"{file} is not valid JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise AdapterFormatError(f"{file} must hold a JSON object, not a {type(content).__name__}")
     return content
@@ -225,7 +225,7 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
             # Cloned: the tensors must outlive any change of the mapped file.
             return {name: content.get_tensor(name).clone() for name in content.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
-        raise AdapterFormatError(f"{file} is not a readable safetensors file: {_first_line(error)}") from error
+        raise AdapterFormatError(f"{file} is not a readable safetensors file: {first_line(error)}") from error
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
         _refuse_compressed(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle makes torch's reader fail in any way there is
-        raise AdapterFormatError(f"{file} is not a readable torch weights file: {_first_line(error)}") from error
+        raise AdapterFormatError(f"{file} is not a readable torch weights file: {first_line(error)}") from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise AdapterFormatError(f"{file} must hold a dictionary of named tensors")
     return {name: _plain_tensor(file, name, value) for name, value in content.items()}
@@ -280,8 +280,3 @@ def _check_tensor(file: Path, name: str, tensor: torch.Tensor) -> None:
         raise AdapterFormatError(f"{file}: the tensor name {name[:80]!r}… is not a module path")
     if tensor.dtype not in FLOAT_DTYPES:
         raise AdapterFormatError(f"{file}: {name!r} is {tensor.dtype}; adapters are float32, float16 or bfloat16")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

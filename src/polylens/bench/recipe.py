@@ -30,7 +30,7 @@ from polylens.adapters.pairs import PEFT_PREFIX
 from polylens.adapters.read import CONFIG_FILE, SAFETENSORS_FILE
 from polylens.core import Component, LayerKind
 from polylens.disk_cache import default_cache_dir
-from polylens.models.loading import _quiet
+from polylens.models.loading import quiet
 from polylens.models.outline import outline_model
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _build_model(recipe: Recipe, folder: Path) -> None:
     tokenizer = _tokenizer()
     model = Qwen2VLForConditionalGeneration(_config(recipe, tokenizer)).eval()
     _randomise(model, recipe.seed)
-    with _quiet(True):
+    with quiet(True):
         model.save_pretrained(folder)
     _processor(recipe, tokenizer).save_pretrained(folder)
 

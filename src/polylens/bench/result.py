@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import transformers
+
+from polylens.lora.cost import processor_name
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,7 @@ def two_sided(
 def hardware(device: str, dtype: torch.dtype) -> str:
     """Processor, threads, number format and versions, in one line."""
     number = str(dtype).removeprefix("torch.")
-    where = f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    where = f"{processor_name()}, {torch.get_num_threads()} threads"
     if torch.device(device).type == "cuda":
         where = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     return f"{where}, {number}, torch {torch.__version__}, transformers {transformers.__version__}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

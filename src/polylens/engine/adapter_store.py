@@ -147,11 +147,6 @@ class AdapterStore:
         with self._lock:
             return tuple(self._entries)
 
-    def source(self, name: str) -> str:
-        """Where `name` comes from. Raises UnknownAdapterError."""
-        with self._lock:
-            return str(self._entry(name).path)
-
     def path(self, name: str) -> AdapterPath:
         """What `name` was loaded or registered from. Raises UnknownAdapterError."""
         with self._lock:

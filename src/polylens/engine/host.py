@@ -12,7 +12,7 @@ import torch
 
 from polylens.engine.executor import Limits
 from polylens.engine.pages import pages_for
-from polylens.errors import InternalError, PolylensError, RequestError
+from polylens.errors import InternalError, PolylensError, RequestError, first_line
 from polylens.models.generation import generation_steps
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class HostExecutor:
             except PolylensError:
                 raise
             except Exception as error:  # the border to any architecture's code, run on what a request brought
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = f"{type(error).__name__}: {first_line(error)}"
                 raise RequestError(f"the model cannot compute this request ({reason})") from error
 
     def _next_logits(self, entry: StepEntry) -> torch.Tensor:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from polylens.adapters.load import load_adapter
 from polylens.adapters.merge import merged_parameters, weight_key
 from polylens.core import BARE_KINDS, LayerKind
-from polylens.errors import ModelLoadError
+from polylens.errors import ModelLoadError, first_line
 from polylens.models.outline import outline_model
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _folder_of(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model)))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot fetch model {str(model)!r}: {str(error).splitlines()[0]}") from error
+        raise ModelLoadError(f"cannot fetch model {str(model)!r}: {first_line(error)}") from error
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -124,8 +124,9 @@ def _draw(
         group = [row for row, value in enumerate(filtered) if value is sort]
         if group:
             rows = torch.tensor(group, device=logits_sv.device)
-            pick = _pick_filtered if sort else _pick
-            chosen[rows] = pick(logits_sv[rows], draws_s[rows], [params[row] for row in group])
+            logits, draws = logits_sv[rows], draws_s[rows]
+            asked = [params[row] for row in group]
+            chosen[rows] = _pick_filtered(logits, draws, asked) if sort else _pick(logits, draws)
     return chosen
 
 
@@ -135,7 +136,7 @@ def _uniform(generator: torch.Generator | None) -> float:
     return float(torch.rand((), dtype=torch.float64, generator=generator))
 
 
-def _pick(logits_sv: torch.Tensor, draws_s: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+def _pick(logits_sv: torch.Tensor, draws_s: torch.Tensor) -> torch.Tensor:
     return _invert(logits_sv.softmax(dim=-1), draws_s)
 
 

@@ -76,11 +76,6 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
 
-    @property
-    def sampled(self) -> tuple[Sequence, ...]:
-        """The sequences that get a new token from this step, in the order of the entries."""
-        return tuple(entry.seq for entry in self.entries if entry.samples)
-
 
 class _Draft:
     """A plan in the making."""
@@ -205,12 +200,6 @@ class Scheduler:
             seq.num_computed = entry.stop
             if self._prefix_cache is not None:
                 self._prefix_cache.insert(seq)
-
-    def finish(self, seq: Sequence) -> None:
-        """End a running sequence and give back its pages."""
-        if seq.state is not SequenceState.RUNNING:
-            raise InternalError(f"{seq.request_id}: finished while {seq.state}")
-        self.abort(seq)
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence in any state, giving back its pages; one that has ended already is left alone."""

@@ -164,10 +164,6 @@ class OutputStream:
         rest = self._end(self._stop_strings.push(self._detokenizer.flush()), FinishReason.STOP, None)
         return replace(rest, text=step.text + rest.text)
 
-    def finish(self) -> str:
-        """The text still held, for an answer that ends from outside (abort, error)."""
-        return self._end(self._stop_strings.push(self._detokenizer.flush()), FinishReason.ABORT, None).text
-
     def _end(self, found: tuple[str, str | None], reason: FinishReason, matched: int | None) -> OutputStep:
         text, stop = found
         if stop is not None:

@@ -114,7 +114,7 @@ class EngineThread:
 
     @property
     def registry(self) -> AdapterStore:
-        """The adapters, safe to use from any thread. To load or unload one, see below."""
+        """The adapters, safe to use from any thread; to load or unload one, see below."""
         return self._engine.registry
 
     @property
@@ -270,11 +270,6 @@ class EngineThread:
         store = self._engine.registry
         load = self._loaders.submit(store.load, name, path, replace=replace, pinned=pinned, prefetch=prefetch)
         return await asyncio.wrap_future(load)
-
-    async def register_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> None:
-        """Have an adapter under `name` whose files are read when it is first asked for."""
-        await self.run(lambda engine: engine.prepare_for_adapters())
-        self._engine.registry.register(name, path, pinned=pinned)
 
     async def unload_adapter(self, name: str) -> int:
         """Forget an adapter, wait until the last request with it has ended, and free its memory and cache entries.

@@ -91,7 +91,7 @@ def kept_calibration(device: torch.device, dtype: torch.dtype, cache_dir: Path |
 def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What the constants depend on."""
     on_gpu = device.type == "cuda"
-    processor = torch.cuda.get_device_name(device) if on_gpu else _processor_name()
+    processor = torch.cuda.get_device_name(device) if on_gpu else processor_name()
     return {
         "processor": processor,
         "threads": torch.get_num_threads(),
@@ -100,7 +100,8 @@ def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """What the system calls the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux

@@ -83,18 +83,18 @@ def apply_fused_(
     built = None
     for delta, start, stop in rows:
         if start > done:
-            _gemm_(x_ti[done:start], weight, bias, y_to[done:start], in_first)
+            gemm_(x_ti[done:start], weight, bias, y_to[done:start], in_first)
         if delta is not built:
             fused = scratch.like(weight)
-            _fuse_(fused, weight, delta.a, delta.b, delta.scaling, in_first)
+            fuse_(fused, weight, delta.a, delta.b, delta.scaling, in_first)
             built = delta
-        _gemm_(x_ti[start:stop], fused, bias, y_to[start:stop], in_first)
+        gemm_(x_ti[start:stop], fused, bias, y_to[start:stop], in_first)
         done = stop
     if done < x_ti.shape[0]:
-        _gemm_(x_ti[done:], weight, bias, y_to[done:], in_first)
+        gemm_(x_ti[done:], weight, bias, y_to[done:], in_first)
 
 
-def _fuse_(
+def fuse_(
     out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, in_first: bool
 ) -> None:
     if in_first:
@@ -103,7 +103,7 @@ def _fuse_(
         torch.addmm(weight, b, a, alpha=scaling, out=out)
 
 
-def _gemm_(
+def gemm_(
     x_ti: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y_to: torch.Tensor, in_first: bool
 ) -> None:
     weight_io = weight if in_first else weight.t()

@@ -17,7 +17,7 @@ from polylens.adapters.merge import merged_bias
 from polylens.core import Change, Delta, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError
 from polylens.lora.cost import Way
-from polylens.lora.ops import Scratch, _fuse_, _gemm_
+from polylens.lora.ops import Scratch, fuse_, gemm_
 from polylens.lora.routing import DeltaRows
 
 
@@ -57,7 +57,7 @@ def apply_special_(
                 _fused_(x, y, weight, bias, change, scratch, in_first)
         elif isinstance(change, Replacement):
             own = change.tensors()
-            _gemm_(x, own.get("weight", weight).to(y.dtype), _as(own.get("bias", bias), y.dtype), y, in_first)
+            gemm_(x, own.get("weight", weight).to(y.dtype), _as(own.get("bias", bias), y.dtype), y, in_first)
         elif isinstance(change, TokenRows):
             new_tn = x @ change.rows_nd.to(x.dtype).t()
             ids = list(change.token_ids)
@@ -93,7 +93,7 @@ def _fused_(
     in_first: bool,
 ) -> None:
     fused = scratch.like(weight)
-    _fuse_(fused, weight, change.a.to(weight.dtype), change.b.to(weight.dtype), change.scaling, in_first)
+    fuse_(fused, weight, change.a.to(weight.dtype), change.b.to(weight.dtype), change.scaling, in_first)
     if change.scale_o is not None:
         fused.mul_(change.scale_o if in_first else change.scale_o[:, None])
-    _gemm_(x_ti, fused, _as(merged_bias(bias, change), y_to.dtype), y_to, in_first)
+    gemm_(x_ti, fused, _as(merged_bias(bias, change), y_to.dtype), y_to, in_first)

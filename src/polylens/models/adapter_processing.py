@@ -26,11 +26,10 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from polylens.config import MAX_IMAGE_PIXELS, MAX_VIDEO_PIXELS
 from polylens.core import MediaKind
-from polylens.errors import AdapterError, AdapterFormatError, AdapterMismatchError, MediaError
+from polylens.errors import AdapterError, AdapterFormatError, AdapterMismatchError, MediaError, first_line
 from polylens.models.item_processor import ItemProcessor, ResultMemo
 from polylens.models.media import image_item, load_video
 from polylens.models.media_settings import takes_pixels
-from polylens.models.media_source import first_line
 from polylens.models.processing import Processing, settings_text
 
 if TYPE_CHECKING:

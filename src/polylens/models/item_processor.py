@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polylens.core import MediaKind
-from polylens.errors import MediaError
+from polylens.errors import MediaError, first_line
 from polylens.models.media import video_metadata
-from polylens.models.media_source import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

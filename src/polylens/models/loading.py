@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from polylens.errors import ModelLoadError
+from polylens.errors import ModelLoadError, first_line
 from polylens.models.components import model_layers, module_path, text_model
 from polylens.models.families import FamilyNotes, TwoWay, notes_for
 from polylens.models.processing import Processing
@@ -108,7 +108,7 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
     device = _device(config.device)
     hf_config = read_config(source, trust_remote_code=config.trust_remote_code)
     dtype = _dtype(config.dtype, hf_config)
-    with _quiet(not config.show_progress), loading_errors(source):
+    with quiet(not config.show_progress), loading_errors(source):
         processor = load_processor(source, hf_config, trust_remote_code=config.trust_remote_code)
         loaded: Any = auto_class(hf_config).from_pretrained(
             source,
@@ -223,8 +223,7 @@ def _device(name: str) -> torch.device:
         if device.type == "meta":
             raise NotImplementedError("it holds no values")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelLoadError(f"device {name!r} cannot be used: {reason}") from error
+        raise ModelLoadError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return device
 
 
@@ -289,12 +288,10 @@ class loading_errors:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, ModelLoadError):
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = lines[0] if lines else type(error).__name__
-            raise ModelLoadError(f"cannot load model {self.source!r}: {reason}") from error
+            raise ModelLoadError(f"cannot load model {self.source!r}: {first_line(error)}") from error
 
 
-class _quiet:
+class quiet:
     """Silence transformers' weight-loading bar where no progress was asked for."""
 
     def __init__(self, active: bool) -> None:

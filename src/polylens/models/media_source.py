@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from polylens.config import MAX_IMAGE_PIXELS
-from polylens.errors import MediaError, PolylensError
+from polylens.errors import MediaError, PolylensError, first_line
 
 
 @contextmanager
@@ -94,12 +94,6 @@ def decoding(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise MediaError(f"{name} cannot be decoded: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """What an exception of another library says, as one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def check_size(width: int, height: int, name: str) -> None:

@@ -57,7 +57,7 @@ def copy_for_probe(
     config = copy.deepcopy(model.config)
     _shrink_text(config.get_text_config())
     list_lengths = {len(module) for module in model.modules() if isinstance(module, nn.ModuleList)}
-    kept = cut_tower(config, list_lengths) if _encoder_parameters(model, layers) > max_parameters else None
+    kept = cut_tower(config, list_lengths) if _encoder_parameters(layers) > max_parameters else None
     attention = _tower_attention(model)
     small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     small = small.to(device_for_copy(model)).eval().requires_grad_(False)
@@ -90,7 +90,7 @@ def encoder_layers(layers: ModelLayers) -> tuple[str, ...]:
     )
 
 
-def _encoder_parameters(model: nn.Module, layers: ModelLayers) -> int:
+def _encoder_parameters(layers: ModelLayers) -> int:
     specs = [layers.specs[name] for name in encoder_layers(layers)]
     return sum(spec.in_features * spec.out_features for spec in specs if spec.kind is not LayerKind.NORM)
 

@@ -30,13 +30,12 @@ from transformers.utils.chat_template_utils import _get_template_variables
 
 from polylens.config import PROCESSED_ITEMS_BYTES, TEMPLATE_LIMIT_S
 from polylens.core import MediaKind
-from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError
+from polylens.errors import InternalError, ModelLoadError, PolylensError, RequestError, first_line
 from polylens.models.control_tokens import Escape, SafeTokenizer, control_tokens
 from polylens.models.families import notes_for
 from polylens.models.families.notes import FEATURE_IDS
 from polylens.models.item_processor import ItemProcessor, ResultMemo, WholeProcessor
 from polylens.models.media_settings import MediaSettings, takes_pixels
-from polylens.models.media_source import first_line
 from polylens.models.prompt import parse_messages, plain_data, strings_in
 from polylens.models.template_limit import TemplateTimeoutError, template_limit
 

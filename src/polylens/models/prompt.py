@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polylens.config import NUM_SAMPLED_FRAMES
-from polylens.core import MediaItem, MediaKind
+from polylens.core import MediaItem
 from polylens.errors import MediaError, RequestError
 from polylens.models.media import image_item, load_image, load_video, sample_frames
 from polylens.models.media_settings import MediaSettings
@@ -34,9 +34,6 @@ class ParsedChat:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
-
-    def of_kind(self, kind: MediaKind) -> list[MediaItem]:
-        return [item for item in self.media if item.kind is kind]
 
 
 MODEL_SETTINGS = MediaSettings()
