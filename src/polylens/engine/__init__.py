@@ -1,0 +1,3 @@
+from polylens.engine.requirements import check_requirements
+
+check_requirements()

@@ -337,6 +337,8 @@ class _Probe:
 
     def _weight_matters(self, layer: ProbeLayer) -> bool:
         """Whether the weight of a layer that is never called is used all the same, by code that reads it."""
+        if layer.is_sealed:
+            return True
         original = layer.weight.detach().clone()
         try:
             layer.weight.copy_(torch.randn(original.shape).to(original))

@@ -35,7 +35,10 @@ _MATMULS = frozenset({torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.
 
 @dataclass(frozen=True, eq=False)
 class ProbeLayer:
-    """A layer to probe. `module`: the linear module, or for MATMUL the module that owns the parameter."""
+    """A layer to probe. `module`: the linear module, or for MATMUL the module that owns the parameter.
+
+    A module may return a tuple whose first entry is the layer's output.
+    """
 
     spec: LayerSpec
     module: nn.Module
@@ -49,6 +52,16 @@ class ProbeLayer:
         if self.spec.kind is LayerKind.MATMUL:
             return self.module.get_parameter(self.name.rpartition(".")[2])
         return self.module.get_parameter("weight")
+
+    @property
+    def gain(self) -> float:
+        """Size of the layer's output for inputs of size 1 without a preferred direction."""
+        return self.weight.float().norm().item() / math.sqrt(self.spec.out_features)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the weight cannot be changed here: a layer that is never called then counts as out of reach."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,9 @@ def _as_patches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[to
 
 @contextmanager
 def _hooked(layer: ProbeLayer, change: Change) -> Iterator[None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+        if isinstance(y, tuple):
+            return (hook(module, args, kwargs, y[0]), *y[1:])
         x = args[0] if args else next(iter(kwargs.values()))
         if layer.spec.kind is LayerKind.NORM and not _is_row_norm(layer, x, y):
             return y  # as if it were never called: it counts as out of reach
@@ -201,8 +216,7 @@ def _random_addition(layer: ProbeLayer, generator: torch.Generator) -> Addition:
 
 def _random_factors(layer: ProbeLayer, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors whose output is about DELTA_SCALE times the layer's own, for inputs without a preferred direction."""
-    spec, weight = layer.spec, layer.weight
-    gain = weight.float().norm().item() / math.sqrt(spec.out_features)
+    spec, weight, gain = layer.spec, layer.weight, layer.gain
     scale = DELTA_SCALE * (gain if gain > 0 else 1.0)
     a_ri = torch.randn(PROBE_RANK, spec.in_features, generator=generator) / math.sqrt(spec.in_features)
     b_or = torch.randn(spec.out_features, PROBE_RANK, generator=generator) * (scale / math.sqrt(PROBE_RANK))

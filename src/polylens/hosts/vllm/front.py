@@ -1,0 +1,157 @@
+"""What polylens changes in vLLM's front process: adapters are named by their content before anything is keyed by name.
+
+Installed by vLLM itself through the entry point `vllm.general_plugins`, in all of its processes, once; it does
+nothing where the worker is not polylens'.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polylens.errors import AdapterFormatError, ModelLoadError, PolylensError
+from polylens.hosts.vllm.names import MARK, content_id, read_stamp, stamped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.lora.request import LoRARequest
+
+    from polylens.core import Digests
+
+WORKER = "polylens.hosts.vllm.Worker"
+"""How vLLM's `worker_cls` names our worker; also under its own module's path."""
+
+_INSTALLED = "_polylens_installed"
+
+
+def install() -> None:
+    """Put adapters' digests into the names that vLLM's input processor gives to the engine. Safe to call again."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from polylens.hosts.vllm.seams import check_seam, check_version
+
+    if getattr(InputProcessor, _INSTALLED, False):
+        return
+    try:
+        check_version()
+        process = check_seam(InputProcessor, "process_inputs", ("params", "lora_request"))
+        identifier = check_seam(InputProcessor, "_get_mm_identifier", ("mm_hash", "lora_request"))
+    except ModelLoadError:
+        return  # our worker says so, if it is used; other people's workers run on
+    InputProcessor.process_inputs = _stamping(process)
+    InputProcessor._get_mm_identifier = _by_vision_digest(identifier)
+    setattr(InputProcessor, _INSTALLED, True)
+
+
+def check_installed() -> None:
+    """Raise ModelLoadError where the plugin did not run: names would then not tell contents apart."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if not getattr(InputProcessor, _INSTALLED, False):
+        raise ModelLoadError(
+            "polylens' plugin did not run in vLLM: install polylens with pip, and add 'polylens' to VLLM_PLUGINS if set"
+        )
+
+
+def _stamping(process: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(process)
+
+    @wraps(process)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(self.vllm_config):
+            return process(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        request = bound.arguments.get("lora_request")
+        if request is not None:
+            bound.arguments["lora_request"] = _front_of(self).stamp(request, bound.arguments["params"])
+        return process(*bound.args, **bound.kwargs)
+
+    return process_inputs
+
+
+def _by_vision_digest(identifier: Callable[..., str]) -> Callable[..., str]:
+    @wraps(identifier)
+    def _get_mm_identifier(self: Any, mm_hash: str, lora_request: LoRARequest | None) -> str:
+        if not _is_ours(self.vllm_config):
+            return identifier(self, mm_hash, lora_request)
+        vision = "" if lora_request is None else _front_of(self).vision_digest(lora_request)
+        return f"{vision}:{mm_hash}" if vision else mm_hash
+
+    return _get_mm_identifier
+
+
+def _is_ours(config: Any) -> bool:
+    named = config.parallel_config.worker_cls
+    return isinstance(named, str) and named.startswith("polylens.hosts.vllm.")
+
+
+def _front_of(processor: Any) -> Front:
+    """One for each input processor, made when the first adapter is asked for."""
+    front = getattr(processor, "_polylens", None)
+    if front is None:
+        try:
+            front = processor._polylens = Front(processor.vllm_config.model_config)
+        except PolylensError as error:
+            raise ValueError(str(error)) from error
+    return front
+
+
+class Front:
+    """Digests of adapters as they lie on disk now. An adapter that cannot be read in full fails its request here."""
+
+    def __init__(self, model_config: Any) -> None:
+        from polylens.hosts.vllm.base import read_base
+
+        self._base = read_base(model_config)
+        self._known: dict[str, tuple[Any, Digests, bool]] = {}
+        self._vision: dict[str, str] = {}
+
+    def stamp(self, request: LoRARequest, params: Any) -> LoRARequest:
+        """The request under a name that carries its adapter's digest. Raises ValueError, which fails the request."""
+        import msgspec
+
+        name, digest = read_stamp(request.lora_name)
+        if digest is not None:
+            raise ValueError(f"adapter name {name!r} must not hold {MARK!r}")
+        try:
+            digests, has_head = self._read(request.lora_path)
+        except PolylensError as error:
+            raise ValueError(str(error)) from error
+        if has_head and getattr(params, "prompt_logprobs", None) is not None:
+            raise ValueError(f"adapter {name!r} changes the output head: prompt_logprobs cannot be given with it")
+        full = stamped(name, digests)
+        self._vision[full] = digests.vision
+        return msgspec.structs.replace(request, lora_name=full, lora_int_id=content_id(full), load_inplace=False)
+
+    def vision_digest(self, request: LoRARequest) -> str:
+        """Of tower and connector; "" if the adapter leaves them alone."""
+        return self._vision[request.lora_name]
+
+    def _read(self, path: str) -> tuple[Digests, bool]:
+        """Digests, and whether the output head is changed; read again only when a file of the folder has changed."""
+        from polylens.adapters.digest import digest_fits
+        from polylens.adapters.load import read_and_fit
+        from polylens.adapters.read import find_adapter
+
+        folder = find_adapter(path)
+        state = _state_of(folder)
+        known = self._known.get(path)
+        if known is None or known[0] != state:
+            fit = read_and_fit(folder, self._base.layers)
+            has_head = any(part.spec.name.endswith("lm_head") for part in fit.layers)
+            known = self._known[path] = (state, digest_fits(fit.layers), has_head)
+        return known[1], known[2]
+
+
+def _state_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """What changes when a file of the folder is written or replaced."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        stats = [(entry.name, entry.stat()) for entry in entries]
+    except OSError as error:
+        raise AdapterFormatError(f"adapter folder {str(folder)!r} cannot be read: {error.strerror}") from error
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

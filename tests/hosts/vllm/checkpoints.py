@@ -1,0 +1,136 @@
+"""Checkpoints and adapters for the runs inside vLLM, and the answers that they must give: made in the main venv.
+
+Nothing of vLLM takes part here, and nothing of polylens: the references are transformers' `generate` over models
+into which PEFT merged one adapter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.families.adapters import make_adapter
+from tests.families.build import ALL_FAMILIES, _generation_config, _randomise
+from tests.families.reference import merged_reference
+
+NUM_TOKENS = 8
+"""Greedy tokens of every reference."""
+
+HEAD_DIM = 32
+"""The least that vLLM's attention on CPUs takes."""
+
+ADAPTERS: Mapping[str, dict[str, Any]] = {
+    "a": {"targets": "all", "rank": 4, "seed": 1},
+    "v": {"targets": "tower+connector", "rank": 3, "seed": 2},
+    "l": {"targets": "language", "rank": 8, "seed": 3, "use_rslora": True},
+}
+"""All of the model, only tower and connector, only the language model: of different ranks."""
+
+
+def build(family: str, folder: Path) -> Path:
+    """A checkpoint of `family`, wide enough for vLLM."""
+    parts = ALL_FAMILIES[family]
+    tokenizer = parts.make_tokenizer()
+    narrow = parts.make_model(tokenizer)
+    config = narrow.config
+    WIDEN.get(family, _widen_text)(config)
+    model = type(narrow)(config).eval()
+    _randomise(model, 0)
+    model.generation_config = _generation_config(tokenizer, parts.stop_tokens)
+    model.to(torch.float32).save_pretrained(folder)
+    parts.make_processor(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _widen_text(config: Any) -> None:
+    """Two heads of HEAD_DIM over one: the width stays apart from the heads' where the family has a head size."""
+    text = config.get_text_config()
+    text.num_attention_heads, text.num_key_value_heads = 2, 1
+    if hasattr(text, "head_dim") and text.model_type not in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        text.head_dim = HEAD_DIM
+    text.hidden_size = 2 * HEAD_DIM
+
+
+def _widen_qwen2_vl(config: Any) -> None:
+    _widen_text(config)
+    config.get_text_config().rope_parameters["mrope_section"] = [4, 6, 6]
+    config.vision_config.hidden_size = config.get_text_config().hidden_size
+
+
+def _widen_qwen(config: Any) -> None:
+    _widen_text(config)
+    config.get_text_config().rope_parameters["mrope_section"] = [4, 6, 6]
+    config.vision_config.out_hidden_size = config.get_text_config().hidden_size
+
+
+WIDEN: Mapping[str, Callable[[Any], None]] = {
+    "qwen2_vl": _widen_qwen2_vl,
+    "qwen2_5_vl": _widen_qwen,
+    "qwen3_vl": _widen_qwen,
+}
+
+
+def picture(index: int) -> Image.Image:
+    """Pictures of noise of unequal sizes."""
+    height, width = ((24, 32), (40, 24), (16, 48))[index % 3]
+    return Image.fromarray(np.random.default_rng(index).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def video(index: int) -> np.ndarray:
+    """Four frames of noise."""
+    return np.random.default_rng(100 + index).integers(0, 256, (4, 24, 32, 3), dtype=np.uint8)
+
+
+TEXTS = ("what is in the picture?", "name the colour", "count them")
+
+
+def messages(kind: str, index: int) -> list[dict[str, Any]]:
+    media: list[dict[str, Any]] = []
+    if kind == "image":
+        media = [{"type": "image", "image": picture(index)}]
+    elif kind == "video":
+        media = [{"type": "video", "video": video(index), "fps": 2.0}]
+    return [{"role": "user", "content": [*media, {"type": "text", "text": TEXTS[index % 3]}]}]
+
+
+def prepare(family: str, folder: Path) -> None:
+    """Write checkpoint, adapters and references of one family into `folder`."""
+    torch.set_num_threads(1)
+    model = build(family, folder / "model")
+    for name, described in ADAPTERS.items():
+        make_adapter(model, folder / name, **described)
+    kinds = ["image", "text", *(["video"] if ALL_FAMILIES[family].takes_videos else [])]
+    answers = {}
+    for adapter in (None, *ADAPTERS):
+        for kind in kinds:
+            for index in range(2):
+                path = None if adapter is None else folder / adapter
+                said = messages(kind, index)
+                token_ids, logits = merged_reference(model, path, said, NUM_TOKENS, ignore_eos=True)
+                answers[adapter or "base", kind, index] = (token_ids, torch.log_softmax(logits, -1))
+    torch.save({"kinds": kinds, "answers": answers, "prompts": _prompts(model, kinds)}, folder / "answers.pt")
+
+
+def _prompts(model: Path, kinds: list[str]) -> dict[tuple[str, int], str]:
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(model)
+    return {
+        (kind, index): processor.apply_chat_template(messages(kind, index), add_generation_prompt=True, tokenize=False)
+        for kind in kinds
+        for index in range(2)
+    }
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        target = Path(sys.argv[1]) / name
+        target.mkdir(parents=True, exist_ok=True)
+        prepare(name, target)
+        print(name, "prepared")

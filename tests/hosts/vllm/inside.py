@@ -1,0 +1,262 @@
+"""Checks that run inside vLLM's own venv, many of them a start of vLLM: `python -m tests.hosts.vllm.inside FOLDER`.
+
+FOLDER is one family's, as `checkpoints.prepare` wrote it. Prints one line for each check and ends with status 1 if one
+fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    HF_HUB_OFFLINE="1",
+)
+
+import numpy as np
+import torch
+from PIL import Image
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+ADAPTERS = ("a", "v", "l")
+MAX_LOGPROB_ERROR = 1e-3
+"""Of a chosen token's log-probability against the reference's, in float32: rounding of other kernels."""
+
+
+class Inside:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        stored = torch.load(folder / "answers.pt", weights_only=False)
+        self.kinds, self.answers, self.prompts = stored["kinds"], stored["answers"], stored["prompts"]
+        limits = {"image": 2} | ({"video": 1} if "video" in self.kinds else {})
+        self.llm = LLM(
+            str(folder / "model"),
+            worker_cls="polylens.hosts.vllm.Worker",
+            dtype="float32",
+            enforce_eager=True,
+            enable_lora=True,
+            max_loras=4,
+            max_cpu_loras=4,
+            max_model_len=1024,
+            max_num_seqs=16,
+            limit_mm_per_prompt=limits,
+            enable_prefix_caching=True,
+        )
+        self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        self.runner = self.worker.model_runner
+
+    def request(self, kind: str, index: int) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt": self.prompts[kind, index]}
+        if kind == "image":
+            prompt["multi_modal_data"] = {"image": picture(index)}
+        elif kind == "video":
+            prompt["multi_modal_data"] = {"video": (video(index), video_facts())}
+        return prompt
+
+    def run(self, wanted: Sequence[tuple[str, str, int]]) -> list[Any]:
+        """Answers of (adapter or "base", kind, index), all in one batch."""
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+        outputs = self.llm.generate(
+            [self.request(kind, index) for _, kind, index in wanted],
+            sampling,
+            lora_request=[self.adapter(name) for name, _, _ in wanted],
+            use_tqdm=False,
+        )
+        return [output.outputs[0] for output in outputs]
+
+    def adapter(self, name: str) -> LoRARequest | None:
+        if name == "base":
+            return None
+        return LoRARequest(name, 1 + ADAPTERS.index(name), str(self.folder / name))
+
+    def check(self, wanted: Sequence[tuple[str, str, int]]) -> None:
+        for key, output in zip(wanted, self.run(wanted), strict=True):
+            self.compare(key, output)
+
+    def compare(self, key: tuple[str, str, int], output: Any) -> None:
+        token_ids, logprobs = self.answers[key]
+        assert list(output.token_ids) == list(token_ids), f"{key}: {list(output.token_ids)} is not {list(token_ids)}"
+        for step, token_id in enumerate(token_ids):
+            ours, theirs = output.logprobs[step][token_id].logprob, logprobs[step, token_id].item()
+            assert abs(ours - theirs) <= MAX_LOGPROB_ERROR, f"{key}: token {step} has {ours}, reference {theirs}"
+
+    def forget(self) -> None:
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.runner.reset_encoder_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+
+def picture(index: int) -> Image.Image:
+    height, width = ((24, 32), (40, 24), (16, 48))[index % 3]
+    return Image.fromarray(np.random.default_rng(index).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def video(index: int) -> np.ndarray:
+    return np.random.default_rng(100 + index).integers(0, 256, (4, 24, 32, 3), dtype=np.uint8)
+
+
+def video_facts() -> dict[str, Any]:
+    return {
+        "fps": 2.0,
+        "duration": 2.0,
+        "total_num_frames": 4,
+        "frames_indices": [0, 1, 2, 3],
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
+def rules_are_proven(inside: Inside) -> None:
+    adapted = inside.runner.adapted
+    print("   rules", {str(rule): list(adapted.rules.values()).count(rule) for rule in set(adapted.rules.values())})
+    print("   refused", dict(itertools.islice(adapted.refused.items(), 6)), len(adapted.refused))
+    print("   absent", len(adapted.absent), "mixed", sorted(adapted.mixed))
+    assert adapted.mixed, "no modality may be mixed"
+
+
+def alone(inside: Inside) -> None:
+    for name in ("base", *ADAPTERS):
+        for kind in inside.kinds:
+            inside.forget()
+            inside.check([(name, kind, 0)])
+
+
+def every_slot_order(inside: Inside) -> None:
+    """Base and three adapters in one batch, in every order, nothing cached."""
+    for order in itertools.permutations(("base", *ADAPTERS)):
+        inside.forget()
+        inside.check([(name, "image", 0) for name in order])
+
+
+def many_items_in_a_step(inside: Inside) -> None:
+    inside.forget()
+    inside.check([(name, kind, index) for index in (0, 1) for kind in inside.kinds for name in ("base", *ADAPTERS)])
+
+
+def image_and_video_in_a_step(inside: Inside) -> None:
+    if "video" not in inside.kinds:
+        print("   (the family has no videos)")
+        return
+    for one, other in itertools.permutations(ADAPTERS, 2):
+        inside.forget()
+        inside.check([(one, "image", 1), (other, "video", 1)])
+
+
+def one_at_a_time(inside: Inside) -> None:
+    """The way that is taken where rules are not proven, or do not hold."""
+    adapted = inside.runner.adapted
+    before, adapted.mixed = adapted.mixed, frozenset()
+    try:
+        many_items_in_a_step(inside)
+    finally:
+        adapted.mixed = before
+
+
+def a_wrong_rule_ends_no_request(inside: Inside) -> None:
+    from polylens.hosts.vllm import model as host_model
+    from polylens.models.row_rules import ItemSize
+
+    adapted, size_of = inside.runner.adapted, host_model.ItemSize.of
+    before = adapted.mixed
+    wrong = itertools.count(7)
+    host_model.ItemSize.of = lambda item: ItemSize(next(wrong), next(wrong), next(wrong))
+    try:
+        many_items_in_a_step(inside)
+        assert not adapted.mixed, "the wrong sizes were not noticed"
+    finally:
+        host_model.ItemSize.of, adapted.mixed = size_of, before
+
+
+def vision_rows_are_shared(inside: Inside) -> None:
+    """The encoder does not run again for an adapter that leaves it alone."""
+    inside.forget()
+    calls = []
+    model = inside.runner.model
+    embed = model.embed_multimodal
+    model.embed_multimodal = lambda **kwargs: calls.append(1) or embed(**kwargs)
+    try:
+        inside.check([("base", "image", 0)])
+        inside.check([("l", "image", 0)])
+        assert len(calls) == 1, f"{len(calls)} encoder calls"
+        inside.check([("v", "image", 0)])
+        assert len(calls) == 2, f"{len(calls)} encoder calls"
+    finally:
+        model.embed_multimodal = embed
+
+
+def replaced_under_one_name(inside: Inside) -> None:
+    """Other content under the same name and path: never the old encoder or prefix entries."""
+    place = inside.folder / "replaced"
+    request = LoRARequest("replaced", 9, str(place))
+    for source in ("a", "v", "l", "a"):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(inside.folder / source, place)
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+        output = inside.llm.generate(inside.request("image", 0), sampling, lora_request=request, use_tqdm=False)[0]
+        inside.compare((source, "image", 0), output.outputs[0])
+
+
+def a_broken_adapter_fails_its_request_only(inside: Inside) -> None:
+    from safetensors.torch import load_file, save_file
+
+    place = inside.folder / "broken"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(inside.folder / "a", place)
+    tensors = load_file(place / "adapter_model.safetensors")
+    tensors["base_model.model.model.no.such.layer.lora_A.weight"] = torch.zeros(4, 8)
+    save_file(tensors, place / "adapter_model.safetensors")
+    said = ""
+    try:
+        inside.llm.generate(inside.request("text", 0), lora_request=LoRARequest("b", 8, str(place)), use_tqdm=False)
+    except ValueError as error:
+        said = str(error)
+    assert "no.such.layer" in said, f"a broken adapter was served, or failed otherwise: {said}"
+    inside.check([("a", "image", 0), ("base", "text", 0)])
+
+
+CHECKS: tuple[Callable[[Inside], None], ...] = (
+    rules_are_proven,
+    alone,
+    every_slot_order,
+    many_items_in_a_step,
+    image_and_video_in_a_step,
+    one_at_a_time,
+    a_wrong_rule_ends_no_request,
+    vision_rows_are_shared,
+    replaced_under_one_name,
+    a_broken_adapter_fails_its_request_only,
+)
+
+
+def main(folder: Path) -> int:
+    inside = Inside(folder)
+    failed = 0
+    for check in CHECKS:
+        try:
+            check(inside)
+        except Exception as error:  # noqa: BLE001  # every check is to be seen, also after one that failed
+            failed += 1
+            print(f"FAILED {check.__name__}: {type(error).__name__}: {error}", flush=True)
+            if os.environ.get("TRACE"):
+                import traceback
+
+                traceback.print_exc()
+        else:
+            print(f"ok {check.__name__}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    status = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(status)  # vLLM's worker threads need not be waited for

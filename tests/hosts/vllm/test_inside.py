@@ -1,0 +1,51 @@
+"""The runs inside vLLM, one process a family, in vLLM's own venv.
+
+$POLYLENS_VLLM_PYTHON names its Python, else the cached venv's is taken (see run.sh); without either the runs are
+skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CACHED = Path.home() / "venvs" / "vllm" / "bin" / "python"
+PYTHON = Path(os.environ.get("POLYLENS_VLLM_PYTHON", CACHED))
+FAMILIES = ("qwen2_vl",)
+TIMEOUT_S = 560
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"no venv with vLLM at {PYTHON} ($POLYLENS_VLLM_PYTHON)"),
+]
+
+
+def run_module(python: str | Path, module: str, *args: str | Path, path: list[Path]) -> str:
+    """Run a module of the tests; its output. Fails with the output if it does."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(python), "-m", module, *map(str, args)],
+        env=env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(("(", "WARNING", "INFO"))]
+    assert done.returncode == 0, "\n".join(lines[-60:])
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_equal_merged_models(family: str, tmp_path: Path):
+    run_module(sys.executable, "tests.hosts.vllm.checkpoints", tmp_path, family, path=[ROOT / "src", ROOT])
+    here = [Path(__file__).parent / "site", ROOT / "src", ROOT]
+    output = run_module(PYTHON, "tests.hosts.vllm.inside", tmp_path / family, path=here)
+    assert "FAILED" not in output
+    assert output.count("\nok ") >= 9
