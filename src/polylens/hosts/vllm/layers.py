@@ -57,7 +57,7 @@ def wrap_modules(
             parts[place.path].append(Part(spec, rule, place.start, place.stop))
         elif spec.kind is LayerKind.MATMUL:
             path, _, parameter = place.path.rpartition(".")
-            matmuls[path][parameter] = _Layer(spec, rule, ctx, CostModel("factored"), Scratch())
+            matmuls[path][parameter] = _Layer(spec, rule, ctx, CostModel("factored"), Scratch(), apply_factored_)
         else:
             module = model.get_submodule(place.path)
             module.forward = RowsModule(module, spec, rule, ctx).forward
