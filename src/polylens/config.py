@@ -121,7 +121,7 @@ class EngineConfig:
         part = self.gpu_memory_utilization
         if part is None:
             return
-        if not isinstance(part, int | float) or not 0 < part <= 1:
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
             raise ModelLoadError(f"gpu_memory_utilization must be above 0 and at most 1, got {part!r:.200}")
         if not self.device.startswith("cuda"):
             raise ModelLoadError(f"gpu_memory_utilization is for GPUs, not for {self.device!r}: give kv_bytes")

@@ -6,6 +6,7 @@ file written anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -23,9 +24,21 @@ T = TypeVar("T")
 
 
 def default_cache_dir() -> Path:
-    """The folder $POLYLENS_CACHE names, else ~/.cache/polylens."""
+    """The folder $POLYLENS_CACHE names, else ~/.cache/polylens; for a user without a home (as in some containers), one
+    that lasts as long as this process."""
     named = os.environ.get(CACHE_VARIABLE)
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "polylens"
+    if named:
+        return Path(os.path.expanduser(named))  # Path's own raises where "~name" names no user
+    try:
+        return Path.home() / ".cache" / "polylens"
+    except RuntimeError:
+        return Path(_own_folder().name)
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Nobody else can have put anything there, as compiled code."""
+    return tempfile.TemporaryDirectory(prefix="polylens-cache-")
 
 
 class DiskCache:

@@ -101,6 +101,34 @@ class TestDivision:
         plan = self.plan(40_000_000)
         assert 0 < plan.max_item_rows < 8000
 
+    def test_the_least_that_was_measured_is_counted_so_it_is_let_in(self) -> None:
+        plan = self.plan(7_000_000)
+        assert (plan.max_encoder_rows, plan.max_item_rows, plan.encoder_bytes) == (100, 100, int(MARGIN * 1_000_000))
+
+    def test_a_batch_may_hold_a_large_item_beside_small_ones(self) -> None:
+        """The rows of one item see each other, so they may need more than those of many items."""
+        item = Curve(((100, 1_000_000), (200, 4_000_000), (400, 16_000_000)))
+        plan = plan_memory(
+            dataclasses.replace(NEEDS, item=item), EngineConfig(), budget_bytes=10**8, free_bytes=10**8, weight_bytes=5
+        )
+        assert 400 < plan.max_encoder_rows < 1000
+        assert plan.encoder_bytes == item.at(max(plan.max_encoder_rows, plan.max_item_rows)) <= 0.25 * 10**8
+
+    def test_a_step_holds_a_span_that_cannot_be_divided(self) -> None:
+        needs = dataclasses.replace(NEEDS, max_model_len=8192, longest_span=8192)
+        plan = plan_memory(needs, EngineConfig(), budget_bytes=10**9, free_bytes=10**9, weight_bytes=5)
+        assert plan.step_bytes == int(MARGIN * 16_000_000)
+
+    def test_states_of_requests_that_cannot_run_take_nothing_from_the_pages(self) -> None:
+        plan = plan_memory(
+            dataclasses.replace(NEEDS, state_bytes=1_000_000),
+            EngineConfig(kv_bytes=2_100_000),
+            budget_bytes=10**9,
+            free_bytes=10**9,
+            weight_bytes=5,
+        )
+        assert plan.kv_tokens == 1100
+
     def test_too_little_memory_names_what_is_missing_and_what_to_lower(self) -> None:
         with pytest.raises(ModelLoadError, match=r"\d+ more are needed .*lower max_model_len"):
             self.plan(1_000_000)
@@ -117,8 +145,26 @@ def test_free_memory_is_the_containers_where_that_is_less(tmp_path: Path) -> Non
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
     assert free_memory(tmp_path) == 600_000
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300000\nactive_file 7\n")
+    assert free_memory(tmp_path) == 900_000  # a checkpoint that was read is no memory taken
+    (tmp_path / "memory.stat").write_text("inactive_file\n")
+    assert free_memory(tmp_path) == 600_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(tmp_path) == pytest.approx(machine, rel=0.5)
+
+
+def test_free_memory_in_a_container_of_control_groups_version_1(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000000\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("400000\n")
+    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 5\ntotal_inactive_file 100000\n")
+    assert free_memory(tmp_path) == 700_000
+
+
+@pytest.mark.parametrize("content", ["", "MemTotal: 5 kB\n", "no numbers\n"])
+def test_a_sandbox_with_a_meminfo_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: content)
+    assert free_memory(tmp_path) > MIB
 
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.5, "half"])
@@ -206,16 +252,23 @@ def test_a_picture_beyond_the_plan_is_refused(llm: LLM, monkeypatch: pytest.Monk
     assert not llm.engine.has_unfinished()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "qwen3_vl", "paligemma"])
 def test_real_work_of_other_families_stays_within_the_plan(family: str, checkpoint: Callable[[str], Path]) -> None:
     limits = {"max_model_len": 600, "max_step_tokens": 64, "max_running": 4, "max_encoder_rows": 512}
     with LLM(checkpoint(family), vision_cache_bytes=0, prefix_cache=False, **limits) as llm:
         for side in (24, 40, 60, 61, 62):
             llm.engine.add_request(request([(side, side), (40, 24)], 5, None))
+        llm.engine.add_request(request([(40, 24)], 80, None))  # PaliGemma computes it in one step
         most = 0
         while llm.engine.has_unfinished():
             most = max(most, peak_bytes(CPU, llm.engine.step))
         assert 0 < most <= llm.engine.plan.working_bytes
+
+
+def test_a_picture_of_an_odd_shape_is_no_larger_than_its_tokens(checkpoint: Callable[[str], Path]) -> None:
+    """LLaVA-NeXT encodes whole tiles and drops the tokens of their padding."""
+    with LLM(checkpoint("llava_next"), max_model_len=44) as llm:
+        llm.engine.add_request(request([(16, 400)], 0, None))
 
 
 def test_a_measurement_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -124,10 +124,39 @@ def test_the_file_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     if compiled_kernels() is None:
         pytest.skip("no C compiler here")
     monkeypatch.setenv("POLYLENS_CACHE", str(tmp_path))
-    first = library._library()
-    assert first.is_relative_to(tmp_path)
+    assert compiled_kernels.__wrapped__() is not None
+    (kept,) = (tmp_path / "native").iterdir()
+    assert kept.suffix == ".so"
     monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert library._library() == first
+    assert compiled_kernels.__wrapped__() is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF" + bytes(60)])
+def test_a_damaged_file_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes) -> None:
+    if compiled_kernels() is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setenv("POLYLENS_CACHE", str(tmp_path))
+    kept = library._file(library._compiler())
+    kept.parent.mkdir()
+    kept.write_bytes(content)
+    assert compiled_kernels.__wrapped__() is not None
+    assert kept.read_bytes() != content
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_a_cache_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it holds is used; without it the kernels are compiled for this process, and nothing stays behind."""
+    if compiled_kernels() is None:
+        pytest.skip("no C compiler here")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(library.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("POLYLENS_CACHE", str(tmp_path / "file"))
+    assert compiled_kernels.__wrapped__() is not None
+    assert "cannot keep the compiled kernels" in caplog.text
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])

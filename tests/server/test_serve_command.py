@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from polylens.cli.serve import engine_config, lora_modules, server_options
+from polylens.cli.serve import _folder, engine_config, lora_modules, server_options
 from polylens.cli.serve_flags import GROUPS, make_parser, with_flags
 from polylens.config import EngineConfig
-from polylens.errors import ModelLoadError, PolylensError
+from polylens.errors import ModelLoadError, PolylensError, RequestError
 from polylens.server.options import ServerOptions
 from polylens.server.run import listen
 from polylens.server.start import load, model_defaults, stated_defaults
@@ -99,6 +99,13 @@ def test_sampling_defaults():
         "temperature": 0,
         "max_tokens": 9,
     }
+
+
+def test_a_home_that_nobody_has_is_no_folder():
+    with pytest.raises(ModelLoadError, match="~nobody-of-that-name"):
+        stated_defaults("~nobody-of-that-name/model")
+    with pytest.raises(RequestError, match="--lora-dir: no such folder: ~nobody-of-that-name"):
+        _folder("~nobody-of-that-name/adapters", "--lora-dir")
 
 
 def test_sampling_defaults_of_a_folder(tmp_path: Path):

@@ -184,7 +184,7 @@ def _media_policy(arguments: argparse.Namespace) -> MediaPolicy:
 def _folder(given: str | None, flag: str) -> Path | None:
     if given is None:
         return None
-    folder = Path(given).expanduser()
+    folder = Path(os.path.expanduser(given))
     if not folder.is_dir():
         raise RequestError(f"{flag}: no such folder: {given}")
     return folder.resolve()

@@ -24,14 +24,16 @@ from polylens.engine.runner import Runner
 from polylens.engine.scheduler import StepEntry
 from polylens.engine.sequence import MediaSpan, Sequence
 from polylens.engine.vision import encoder_rows
+from polylens.errors import MediaError
 from polylens.models.encoder import ItemFeatures, encode
+from polylens.models.families import TwoWay
 from polylens.models.loading import is_text_only
-from polylens.models.positions import position_rows
-from polylens.models.probe_items import picture_item, synthetic_items
+from polylens.models.positions import position_rows, two_way_spans
+from polylens.models.probe_items import picture_item, picture_prompt, synthetic_items, video_item
 from polylens.models.text import TextRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from polylens.config import EngineConfig
     from polylens.lora.context import RoutingContext
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 
 CPU_FLOPS, GPU_FLOPS = 5e9, 2e13
 """Work spent on the largest measured size, if that is not below `_LEAST_ROWS`: a second or less."""
@@ -50,6 +52,10 @@ _FRACTIONS = (4, 2, 1)
 
 _LEAST_ROWS = 64
 """Below it the peak is that of small fixed buffers and says little about growth."""
+
+_ODD_SHAPES = ((16, 400), (400, 16), (100, 700), (700, 100), (512, 512))
+_LONG_VIDEO = (16, 20, 200)
+"""Height and width of pictures, frames and height and width of a video, whose rows and tokens are counted."""
 
 _FIRST_SIDE = 32
 _LARGEST_SIDE = 2048
@@ -92,6 +98,8 @@ def _facts(loaded: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "hosted": loaded.is_hosted,
         "device": str(loaded.device),
         "limits": [loaded.max_model_len, config.max_step_tokens, config.max_running, config.page_tokens],
+        "max_encoder_rows": config.max_encoder_rows,
+        "two_way": loaded.two_way,
     }
 
 
@@ -122,8 +130,10 @@ class _Measurement:
         self._text = TextRunner(self.loaded)
         self._kv_layers, state_bytes = measure_kv(self._text, position_rows(self.loaded.inner))
         features = None if is_text_only(self.loaded.config) else self._sample_features()
+        self._longest_span = self._span_tokens()
         return replace(
             least,
+            longest_span=self._longest_span,
             **self._of_media(features),
             step=self._step_curve(features),
             kv_token_bytes=bytes_per_token(self._kv_layers, self.loaded.dtype),
@@ -137,12 +147,32 @@ class _Measurement:
             "batch": self._encoder_curve(self._small_items),
             "item": self._encoder_curve(self._large_item),
             "feature_bytes": features.num_bytes // features.rows.shape[0],
-            "rows_per_token": max(encoder_rows(self.loaded, item) / item.num_tokens for item in self._samples),
+            "rows_per_token": max(encoder_rows(self.loaded, item) / item.num_tokens for item in self._shapes()),
         }
 
     def _sample_features(self) -> ItemFeatures:
         self._samples = [item for batch in synthetic_items(self.loaded.processing) for item in batch]
         return self._encode(self._samples[:1])[0]
+
+    def _shapes(self) -> Iterator[ProcessedItem]:
+        """The samples, and pictures and videos of odd shapes: their padding has rows too, and no tokens."""
+        yield from self._samples
+        for height, width in _ODD_SHAPES:
+            try:
+                yield picture_item(self.loaded.processing, height, width)
+            except MediaError:  # no request can have it
+                continue
+        if self.loaded.processing.takes_videos:
+            yield video_item(self.loaded.processing, *_LONG_VIDEO)
+
+    def _span_tokens(self) -> int:
+        """Tokens that no step can divide: the longest prompt, or a large picture's longest run of tokens."""
+        if self.loaded.two_way is TwoWay.PROMPT:
+            return self.loaded.max_model_len
+        if self.loaded.two_way is TwoWay.NONE or is_text_only(self.loaded.config):
+            return 0
+        prompt = picture_prompt(self.loaded.processing, _LARGEST_SIDE, _LARGEST_SIDE)
+        return max(stop - start for start, stop in two_way_spans(self.loaded.two_way, prompt))
 
     def _encode(self, items: list[ProcessedItem]) -> list[ItemFeatures]:
         return encode(self.loaded.inner, items, dtype=self.loaded.dtype, notes=self.loaded.notes)
@@ -193,7 +223,7 @@ class _Measurement:
     # Text steps
 
     def _step_curve(self, features: ItemFeatures | None) -> Curve:
-        largest = self.config.max_step_tokens
+        largest = self._longest_step
         while largest > _LEAST_ROWS and self._step_flops(largest) > self._flops:
             largest //= 2
         sizes = sorted({max(2, largest // part) for part in _FRACTIONS})
@@ -204,8 +234,11 @@ class _Measurement:
 
     def _context(self, num_tokens: int) -> int:
         """Context of a sequence in a step of so many tokens: the model's whole length in a full step."""
-        full = self.config.max_step_tokens
-        return max(num_tokens, self.loaded.max_model_len * num_tokens // full)
+        return max(num_tokens, self.loaded.max_model_len * num_tokens // self._longest_step)
+
+    @property
+    def _longest_step(self) -> int:
+        return max(self.config.max_step_tokens, self._longest_span)
 
     def _step_flops(self, num_tokens: int) -> float:
         text = self.loaded.config.get_text_config()
@@ -226,7 +259,7 @@ class _Measurement:
         )
         runner = Runner(self._text, kv, self.context)
         context = self._context(num_tokens)
-        decodes = min(self.config.max_running * num_tokens // self.config.max_step_tokens, num_tokens - 1)
+        decodes = min(self.config.max_running * num_tokens // self._longest_step, num_tokens - 1)
         chunk = num_tokens - decodes
         spans = () if features is None else (MediaSpan(context - chunk, chunk, "media", 0, 0),)
         entries = [self._entry(runner, context, 1) for _ in range(decodes)]
@@ -250,6 +283,8 @@ class _Measurement:
             assert seq.carried is not None
             seq.carried.num_tokens = start
         seq.media = media
+        if num_new > 1 and self.loaded.two_way is not TwoWay.NONE:
+            seq.bidirectional_spans = ((start, context),)
         return StepEntry(seq, start, context, samples=True)
 
     # Sizes

@@ -10,7 +10,7 @@ import torch
 from polylens.engine.executor import Limits
 from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv, rehearse
 from polylens.engine.pages import pages_for
-from polylens.engine.plan import MAX_STATE_SHARE
+from polylens.engine.plan import affordable_running
 from polylens.engine.runner import Runner
 from polylens.engine.sequence import MediaSpan
 from polylens.engine.vision import EncodeJob, VisionStage
@@ -61,7 +61,7 @@ class PagedExecutor:
         with torch.inference_mode():
             layers, state_bytes = measure_kv(text, position_rows(loaded.inner))
         page_bytes = bytes_per_token(layers, loaded.dtype) * config.page_tokens
-        max_running = _max_running(config, kv_bytes, page_bytes, state_bytes)
+        max_running = affordable_running(config, kv_bytes, page_bytes, state_bytes)
         usable = max_running * pages_for(loaded.max_model_len, config.page_tokens)
         num_pages = min(usable, (kv_bytes - max_running * state_bytes) // page_bytes)
         kv = PagedKV(
@@ -133,14 +133,6 @@ class PagedExecutor:
             for entry in entries
             for span in entry.media
         }
-
-
-def _max_running(config: EngineConfig, kv_bytes: int, page_bytes: int, state_bytes: int) -> int:
-    """Sequences decoded together: no more than whose carried states fill their part and leave a page."""
-    if state_bytes == 0:
-        return config.max_running
-    affordable = min(int(kv_bytes * MAX_STATE_SHARE), kv_bytes - page_bytes) // state_bytes
-    return min(config.max_running, affordable)
 
 
 def _media_spans(prompt: PreparedPrompt, jobs: Sequence[EncodeJob]) -> tuple[MediaSpan, ...]:

@@ -56,6 +56,11 @@ class Curve:
         bend = max(0.0, self._bend(slope))
         return int(MARGIN * (y1 + slope * (size - x1) + bend * (size - x0) * (size - x1)))
 
+    @property
+    def least(self) -> int:
+        """The smallest size measured: a smaller one counts as much."""
+        return self.points[0][0]
+
     def largest_within(self, budget: int, most: int) -> int:
         """The largest size up to `most` that needs at most `budget` bytes; 0 if none does."""
         low, high = 0, most
@@ -76,15 +81,17 @@ class Curve:
 class Needs:
     """What was measured of one model, and sizes that follow from its config. Bytes, rows and tokens.
 
-    adapter_scratch_bytes: one layer's weight, rebuilt for a segment. step: by tokens of a step, its contexts growing
-    alike up to the model's length at `config.max_step_tokens`; None where transformers generates (nothing is measured
-    then). state_bytes: of a running request, beside its KV pages. batch, item: the encoder's by input rows, of many
-    small items and of one large one; None without encoder. feature_bytes: of one media token. rows_per_token: input
-    rows of the encoder for each media token, at most.
+    adapter_scratch_bytes: one layer's weight, rebuilt for a segment. longest_span: tokens that see each other in both
+    directions, so that no step can divide them (Gemma's pictures, PaliGemma's prompts). step: by tokens of a step, its
+    contexts growing alike up to the model's length in the `longest_step`; None where transformers generates (nothing is
+    measured then). state_bytes: of a running request, beside its KV pages. batch, item: the encoder's by input rows, of
+    many small items and of one large one; None without encoder. feature_bytes: of one media token. rows_per_token:
+    input rows of the encoder for each media token, at most.
     """
 
     adapter_scratch_bytes: int
     max_model_len: int
+    longest_span: int = 0
     step: Curve | None = None
     kv_token_bytes: int = 0
     state_bytes: int = 0
@@ -92,6 +99,10 @@ class Needs:
     item: Curve | None = None
     feature_bytes: int = 0
     rows_per_token: float = 0.0
+
+    def longest_step(self, config: EngineConfig) -> int:
+        """Tokens of a step at most."""
+        return max(config.max_step_tokens, self.longest_span)
 
     @property
     def largest_item_rows(self) -> int:
@@ -193,10 +204,24 @@ def plan_memory(
         adapter_bytes=adapters,
         max_encoder_rows=working.batch_rows,
         max_item_rows=working.item_rows,
-        kv_tokens=max(0, kv - config.max_running * needs.state_bytes) // needs.kv_token_bytes,
+        kv_tokens=_kv_tokens(kv, needs, config),
     )
     _check_fits(plan, needs, config, free_bytes)
     return plan
+
+
+def affordable_running(config: EngineConfig, kv_bytes: int, page_bytes: int, state_bytes: int) -> int:
+    """Sequences decoded together: no more than whose carried states fill their part and leave a page."""
+    if state_bytes == 0:
+        return config.max_running
+    affordable = min(int(kv_bytes * MAX_STATE_SHARE), kv_bytes - page_bytes) // state_bytes
+    return min(config.max_running, affordable)
+
+
+def _kv_tokens(kv_bytes: int, needs: Needs, config: EngineConfig) -> int:
+    """Tokens in the pages, beside the states of as many sequences as run."""
+    running = affordable_running(config, kv_bytes, needs.kv_token_bytes * config.page_tokens, needs.state_bytes)
+    return max(0, kv_bytes - max(0, running) * needs.state_bytes) // needs.kv_token_bytes
 
 
 def _given(named: int | None, otherwise: int) -> int:
@@ -237,11 +262,15 @@ def _working(needs: Needs, config: EngineConfig, budget_bytes: int) -> _Working:
     batch_rows = item_rows = encoder = 0
     if needs.batch is not None and needs.item is not None:
         most = int(ENCODER_SHARE * budget_bytes)
-        batch_rows = needs.batch.largest_within(most, config.max_encoder_rows)
-        item_rows = needs.item.largest_within(most, needs.largest_item_rows)
-        encoder = max(needs.batch.at(batch_rows), needs.item.at(item_rows))
-    step = 0 if needs.step is None else needs.step.at(config.max_step_tokens)
-    features = needs.feature_bytes * (needs.max_model_len + config.max_step_tokens)
+        # Rows of one item need the most: so what holds an item of so many rows holds any batch of so many.
+        any_rows = needs.item.largest_within(most, max(config.max_encoder_rows, needs.largest_item_rows))
+        batch_rows = min(any_rows, needs.batch.largest_within(most, config.max_encoder_rows))
+        item_rows = min(any_rows, needs.largest_item_rows)
+        # The least that was measured is counted in any case.
+        batch_rows, item_rows = max(batch_rows, needs.batch.least), max(item_rows, needs.item.least)
+        encoder = max(needs.batch.at(batch_rows), needs.item.at(max(batch_rows, item_rows)))
+    step = 0 if needs.step is None else needs.step.at(needs.longest_step(config))
+    features = needs.feature_bytes * (needs.max_model_len + needs.longest_step(config))
     total = max(encoder, step) + needs.adapter_scratch_bytes + features
     return _Working(encoder, batch_rows, item_rows, step, features, total)
 

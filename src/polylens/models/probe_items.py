@@ -13,7 +13,7 @@ from PIL import Image
 from polylens.models.row_rules import ItemSize
 
 if TYPE_CHECKING:
-    from polylens.models.processing import ProcessedItem, Processing
+    from polylens.models.processing import PreparedPrompt, ProcessedItem, Processing
 
 NUM_ITEMS = 3
 """Items in a probe batch: with two, one rule's remainder more often passes for another's."""
@@ -84,8 +84,19 @@ def _packed(items: Sequence[ProcessedItem]) -> ProcessedItem:
 
 def picture_item(processing: Processing, height: int, width: int, seed: int = 0) -> ProcessedItem:
     """A picture of noise, as the processor makes it an item. Sizes in pixels."""
+    return picture_prompt(processing, height, width, seed).items[0]
+
+
+def picture_prompt(processing: Processing, height: int, width: int, seed: int = 0) -> PreparedPrompt:
+    """A prompt of nothing but a picture of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return _processed(processing, {"type": "image", "image": Image.fromarray(pixels)})
+    return _prompt(processing, {"type": "image", "image": Image.fromarray(pixels)})
+
+
+def video_item(processing: Processing, num_frames: int, height: int, width: int, seed: int = 0) -> ProcessedItem:
+    """A video of noise, as the processor makes it an item. Sizes in pixels."""
+    frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
+    return _prompt(processing, {"type": "video", "video": frames, "fps": _FPS}).items[0]
 
 
 def _picture(processing: Processing, side: int, index: int) -> ProcessedItem:
@@ -95,9 +106,8 @@ def _picture(processing: Processing, side: int, index: int) -> ProcessedItem:
 
 def _video(processing: Processing, side: int, index: int) -> ProcessedItem:
     height, width = (side * times for times in _SHAPES[index])
-    frames = np.random.default_rng(index).integers(0, 256, (_FRAMES[index], height, width, 3), dtype=np.uint8)
-    return _processed(processing, {"type": "video", "video": frames, "fps": _FPS})
+    return video_item(processing, _FRAMES[index], height, width, index)
 
 
-def _processed(processing: Processing, part: dict[str, Any]) -> ProcessedItem:
-    return processing.prepare([{"role": "user", "content": [part]}]).items[0]
+def _prompt(processing: Processing, part: dict[str, Any]) -> PreparedPrompt:
+    return processing.prepare([{"role": "user", "content": [part]}])

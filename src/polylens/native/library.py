@@ -114,32 +114,55 @@ class Kernels:
 def compiled_kernels() -> Kernels | None:
     """The kernels for this machine; None, told in the log, where they cannot be compiled."""
     try:
-        return Kernels(ctypes.CDLL(str(_library())))
-    except (OSError, subprocess.SubprocessError) as error:
+        return _kept() or _made()
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("decoding runs without compiled kernels, so slower: %s", error)
         return None
 
 
-def _library() -> Path:
-    """The compiled file, made unless this machine has made it before."""
-    compiler = _compiler()
-    facts = (SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, platform.machine(), _processor())
-    name = f"kernels-{hashlib.sha256(repr(facts).encode()).hexdigest()}.so"
-    folder = _writable(default_cache_dir() / "native")
-    if not (folder / name).is_file():
-        _compile(compiler, folder / name)
-    return folder / name
-
-
-def _writable(folder: Path) -> Path:
-    """`folder`, or one for this process only where it cannot be written."""
+def _kept() -> Kernels | None:
+    """Those that this machine has made before; None, too, where they are damaged or need what is not here."""
+    file = _file(_compiler())
+    if not file.is_file():
+        return None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="polylens-native-"))
+        return _load(file)
+    except (OSError, AttributeError) as error:
+        logger.warning("compiling the kernels again, as those in %s cannot be used: %s", file, error)
+        return None
+
+
+def _made() -> Kernels:
+    """Compiled now; kept for other starts where the cache can be written."""
+    compiler = _compiler()
+    kept = _file(compiler)
+    with _workplace(kept.parent) as folder:
+        made = _compile(compiler, Path(folder) / kept.name)
+        kernels = _load(made)  # in memory from here on, wherever the file goes
+        if made.parent.parent == kept.parent:
+            os.replace(made, kept)
+    return kernels
+
+
+def _workplace(cache: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder to compile in: in the cache, or among the temporary files where that cannot be written."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="making-", dir=cache)
+    except OSError as error:
+        logger.warning("cannot keep the compiled kernels in %s (%s): the next start compiles again", cache, error)
+        return tempfile.TemporaryDirectory(prefix="polylens-native-")
+
+
+def _load(file: Path) -> Kernels:
+    """Raises OSError for what is no library, AttributeError for another one."""
+    return Kernels(ctypes.CDLL(str(file)))
+
+
+def _file(compiler: str) -> Path:
+    """Where the compiled file is kept: its name tells all that it depends on."""
+    facts = (SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, platform.machine(), _processor())
+    return default_cache_dir() / "native" / f"kernels-{hashlib.sha256(repr(facts).encode()).hexdigest()}.so"
 
 
 def _compiler() -> str:
@@ -150,19 +173,17 @@ def _compiler() -> str:
     raise FileNotFoundError("no C compiler (cc, gcc, clang or $CC) was found")
 
 
-def _compile(compiler: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        made = Path(temporary) / target.name
-        done = subprocess.run(
-            [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"],
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_S,
-            check=False,
-        )
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {' '.join(done.stderr.split())[:300]}")
-        os.replace(made, target)
+def _compile(compiler: str, target: Path) -> Path:
+    done = subprocess.run(
+        [compiler, *FLAGS, "-o", str(target), str(SOURCE), "-lm"],
+        capture_output=True,
+        text=True,
+        timeout=COMPILE_S,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"{compiler} failed: {' '.join(done.stderr.split())[:300]}")
+    return target
 
 
 def _processor() -> str:

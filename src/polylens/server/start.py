@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ def stated_defaults(source: str) -> dict[str, Any] | None:
         return None
     if source in NO_DEFAULTS:
         return {}
-    file = Path(source).expanduser() / GENERATION_FILE
+    file = Path(os.path.expanduser(source)) / GENERATION_FILE
     return _defaults_of(read_json_object(file), str(file))
 
 
