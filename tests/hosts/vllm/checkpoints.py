@@ -6,18 +6,22 @@ into which PEFT merged one adapter.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.families.adapters import make_adapter
 from tests.families.build import ALL_FAMILIES, _generation_config, _randomise
 from tests.families.reference import merged_reference
+from tests.families.special import make_special
+from tests.hosts.vllm.media import picture, video
+
+PUBLISHED_TOWER = ("llava", "gemma3")
 
 NUM_TOKENS = 8
 """Greedy tokens of every reference."""
@@ -37,6 +41,8 @@ def build(family: str, folder: Path) -> Path:
     """A checkpoint of `family`, wide enough for vLLM."""
     parts = ALL_FAMILIES[family]
     tokenizer = parts.make_tokenizer()
+    if family == "gemma3":
+        tokenizer.add_tokens(["\n\n", "\n\n\n", "\n\n\n\n"])  # vLLM looks for them around pictures
     narrow = parts.make_model(tokenizer)
     config = narrow.config
     WIDEN.get(family, _widen_text)(config)
@@ -45,7 +51,16 @@ def build(family: str, folder: Path) -> Path:
     model.generation_config = _generation_config(tokenizer, parts.stop_tokens)
     model.to(torch.float32).save_pretrained(folder)
     parts.make_processor(tokenizer).save_pretrained(folder)
+    if family in PUBLISHED_TOWER:
+        _rename_tower(folder / "model.safetensors")
     return folder
+
+
+def _rename_tower(file: Path) -> None:
+    """Names of published checkpoints, which vLLM knows; transformers 5.24 writes shorter ones, and reads both."""
+    published = "vision_tower.vision_model."
+    tensors = {re.sub(r"^vision_tower\.", published, name): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _widen_text(config: Any) -> None:
@@ -76,16 +91,24 @@ WIDEN: Mapping[str, Callable[[Any], None]] = {
 }
 
 
-def picture(index: int) -> Image.Image:
-    """Pictures of noise of unequal sizes."""
-    height, width = ((24, 32), (40, 24), (16, 48))[index % 3]
-    return Image.fromarray(np.random.default_rng(index).integers(0, 256, (height, width, 3), dtype=np.uint8))
+SPECIAL = (
+    "dora",
+    "dora with biases",
+    "lora_bias",
+    "bias all",
+    "connector",
+    "head",
+    "head saved",
+    "tokens",
+    "embedding",
+    "embedding saved",
+    "norms",
+    "convolution",
+    "convolution dora",
+)
+"""Adapters of more than plain factors (`tests.families.special`)."""
 
-
-def video(index: int) -> np.ndarray:
-    """Four frames of noise."""
-    return np.random.default_rng(100 + index).integers(0, 256, (4, 24, 32, 3), dtype=np.uint8)
-
+WITH_SPECIAL = ("qwen2_vl", "llava")
 
 TEXTS = ("what is in the picture?", "name the colour", "count them")
 
@@ -114,6 +137,10 @@ def prepare(family: str, folder: Path) -> None:
                 said = messages(kind, index)
                 token_ids, logits = merged_reference(model, path, said, NUM_TOKENS, ignore_eos=True)
                 answers[adapter or "base", kind, index] = (token_ids, torch.log_softmax(logits, -1))
+    for kind in SPECIAL if family in WITH_SPECIAL else ():
+        path = make_special(model, folder / kind.replace(" ", "_"), kind)
+        token_ids, logits = merged_reference(model, path, messages("image", 0), NUM_TOKENS, ignore_eos=True)
+        answers[path.name, "image", 0] = (token_ids, torch.log_softmax(logits, -1))
     torch.save({"kinds": kinds, "answers": answers, "prompts": _prompts(model, kinds)}, folder / "answers.pt")
 
 

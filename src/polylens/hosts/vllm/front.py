@@ -105,8 +105,10 @@ class Front:
 
     def __init__(self, model_config: Any) -> None:
         from polylens.hosts.vllm.base import read_base
+        from polylens.hosts.vllm.refused import told_refused
 
         self._base = read_base(model_config)
+        self._refused = told_refused(model_config)
         self._known: dict[str, tuple[Any, Digests, bool]] = {}
         self._vision: dict[str, str] = {}
 
@@ -118,7 +120,7 @@ class Front:
         if digest is not None:
             raise ValueError(f"adapter name {name!r} must not hold {MARK!r}")
         try:
-            digests, has_head = self._read(request.lora_path)
+            digests, has_head = self._read(name, request.lora_path)
         except PolylensError as error:
             raise ValueError(str(error)) from error
         if has_head and getattr(params, "prompt_logprobs", None) is not None:
@@ -131,17 +133,19 @@ class Front:
         """Of tower and connector; "" if the adapter leaves them alone."""
         return self._vision[request.lora_name]
 
-    def _read(self, path: str) -> tuple[Digests, bool]:
+    def _read(self, name: str, path: str) -> tuple[Digests, bool]:
         """Digests, and whether the output head is changed; read again only when a file of the folder has changed."""
         from polylens.adapters.digest import digest_fits
         from polylens.adapters.load import read_and_fit
         from polylens.adapters.read import find_adapter
+        from polylens.hosts.vllm.refused import check_layers
 
         folder = find_adapter(path)
         state = _state_of(folder)
         known = self._known.get(path)
         if known is None or known[0] != state:
             fit = read_and_fit(folder, self._base.layers)
+            check_layers([part.spec.name for part in fit.layers], self._refused, name)
             has_head = any(part.spec.name.endswith("lm_head") for part in fit.layers)
             known = self._known[path] = (state, digest_fits(fit.layers), has_head)
         return known[1], known[2]

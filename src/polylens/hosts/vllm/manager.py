@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polylens.adapters import load_adapter
-from polylens.errors import AdapterConflictError, AdapterMismatchError
+from polylens.errors import AdapterConflictError
 from polylens.hosts.vllm.names import content_id, digest_in_name, read_stamp, stamped
+from polylens.hosts.vllm.refused import check_layers, tell_refused
 from polylens.lora.arena import pack
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class AdapterManager:
         self._adapters: OrderedDict[int, Adapter | None] = OrderedDict()
         self._pinned: set[int] = set()
         self._number_of: dict[int, int] = {}
+        tell_refused(config.model_config, model.refused)
 
     # What vLLM asks while it serves
 
@@ -148,7 +150,7 @@ class AdapterManager:
             no_effect=self._model.absent,
             pack=pack,
         )
-        check_layers(adapter, self._model.refused)
+        check_layers(adapter.deltas, self._model.refused, name)
         for warning in report.warnings:
             logger.warning("adapter %r: %s", name, warning)
         return adapter
@@ -158,14 +160,3 @@ class AdapterManager:
         free = [number for number in self._adapters if number not in needed and number not in self._pinned]
         for number in free[: max(0, len(self._adapters) - self._capacity)]:
             del self._adapters[number]
-
-
-def check_layers(adapter: Adapter, refused: Any) -> None:
-    """Raise AdapterMismatchError if some of the adapter could not be applied in vLLM's model."""
-    wrong: Sequence[str] = [name for name in adapter.deltas if name in refused]
-    if wrong:
-        problems = tuple(f"{name}: {refused[name]}" for name in wrong)
-        more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise AdapterMismatchError(
-            f"adapter {adapter.name!r} changes what polylens does not adapt inside vLLM: {problems[0]}{more}", problems
-        )
