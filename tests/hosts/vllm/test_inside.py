@@ -61,3 +61,11 @@ def test_mixed_batches_equal_merged_models(family: str, tmp_path: Path):
     output = run_inside("inside", make(family, tmp_path))
     assert "FAILED" not in output
     assert sum(line.startswith("ok ") for line in output.splitlines()) == NUM_CHECKS
+
+
+def test_the_openai_server_serves_two_adapters_at_once(tmp_path: Path):
+    assert "ok the server goes on" in run_inside("serve", make("qwen2_vl", tmp_path))
+
+
+def test_vllms_own_manager_over_products_of_segments(tmp_path: Path):
+    assert "0 wrong answers" in run_inside("stock", make("qwen2_vl", tmp_path))
