@@ -1,6 +1,6 @@
 """The same checkpoint, adapter and requests through polylens, transformers + PEFT, and vLLM's CPU build.
 
-    python benchmarks/peers.py [--vllm-python PATH] [--rounds N] [--quick]
+    python benchmarks/peers.py [--vllm-python PATH [--vllm-pythonpath DIR]] [--rounds N] [--quick]
 
 Each engine runs alone, with the same number of threads and in float32; the clock starts when a request is handed in,
 its picture not yet processed. Every adapter runs alone too: vLLM's CPU build gives base rows of a mixed batch the last
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,9 +30,13 @@ import torch
 import transformers
 
 from polylens import LLM, ChatRequest, SamplingParams, __version__
-from polylens.bench.recipe import TINY, Recipe
+from polylens.bench.recipe import Recipe
 from polylens.bench.setting import Setting
 
+QUICK_RECIPE = Recipe(
+    hidden=128, layers=2, intermediate=256, heads=2, tower_width=128, tower_layers=2, tower_heads=2, tower_mlp_ratio=2
+)
+"""Small, but with heads of 64, which vLLM's attention on a CPU takes."""
 WARM_UP_TOKENS = 64
 """Text of the one short request that every engine answers first: it loads the adapter and starts the threads."""
 VLLM_TIMEOUT_S = 1800
@@ -184,10 +189,13 @@ class Transformers:
 class Vllm:
     """vLLM's CPU build in a process and an environment of its own."""
 
-    def __init__(self, setting: Setting, rounds: int, python: str, *, eager: bool, folder: Path) -> None:
+    def __init__(
+        self, setting: Setting, rounds: int, python: str, *, python_path: str, eager: bool, folder: Path
+    ) -> None:
         self._setting = setting
         self._rounds = rounds
         self._python = python
+        self._environment = {**os.environ, "PYTHONPATH": python_path}
         self._eager = eager
         self._folder = folder
         self.version = "vLLM"
@@ -196,7 +204,7 @@ class Vllm:
         job = {
             "model": str(self._setting.model),
             "adapter": str(self._setting.adapter(1)) if adapter else None,
-            "rank": self._setting.sizes.rank if self._setting.sizes.rank in (8, 16, 32, 64) else 8,
+            "rank": max(8, self._setting.sizes.rank),  # vLLM allows no smaller bound
             "threads": torch.get_num_threads(),
             "eager": self._eager,
             "max_model_len": 4096,
@@ -208,6 +216,7 @@ class Vllm:
         done = subprocess.run(
             [self._python, str(Path(__file__).with_name("peers_vllm.py"))],
             input=json.dumps(job),
+            env=self._environment,
             capture_output=True,
             text=True,
             timeout=VLLM_TIMEOUT_S,
@@ -284,12 +293,14 @@ def _cell(row: Row, engine: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", help="Python of an environment with vLLM's CPU build")
+    parser.add_argument("--vllm-pythonpath", default="", help="PYTHONPATH of that Python, for what it needs to start")
     parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile: no eager mode")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the form")
     parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of the table")
     arguments = parser.parse_args()
     setting = Setting(quick=arguments.quick, rounds=arguments.rounds)
+    setting.recipe = QUICK_RECIPE if arguments.quick else Recipe()
     with tempfile.TemporaryDirectory() as folder:
         engines: dict[str, Any] = {
             "polylens": Polylens(setting, arguments.rounds),
@@ -298,7 +309,12 @@ def main() -> None:
         if arguments.vllm_python:
             eager = not arguments.vllm_compiled
             engines["vLLM (CPU)"] = Vllm(
-                setting, arguments.rounds, arguments.vllm_python, eager=eager, folder=Path(folder)
+                setting,
+                arguments.rounds,
+                arguments.vllm_python,
+                python_path=arguments.vllm_pythonpath,
+                eager=eager,
+                folder=Path(folder),
             )
         rows = measure(engines, workloads(setting))
     if arguments.json:
@@ -313,7 +329,7 @@ def main() -> None:
         return
     print("\n".join(table(rows, list(engines))))
     print("\nIn brackets: time of polylens by that engine's; below 1 polylens is faster.")
-    print(f"{setting.hardware}; model {Recipe().key if not arguments.quick else TINY.key}")
+    print(f"{setting.hardware}; model {setting.recipe.key}")
     for name, engine in engines.items():
         print(f"{name}: {engine.version}")
 
