@@ -118,7 +118,7 @@ class Polylens:
         self.version = f"polylens {__version__}, {versions}, eager"
 
     def __call__(self, batches: Sequence[tuple[Request, ...]], adapter: bool) -> list[Measured]:
-        adapters = {"adapter": self._setting.adapter(1)} if adapter else {}
+        adapters = {"adapter": self._setting.adapter(1, targets="layers")} if adapter else {}
         with LLM(self._setting.model, adapters, config=self._setting.config()) as llm:
             self._run(llm, warm_up(self._setting), adapter, 0)
             return [_rounds(partial(self._run, llm, batch, adapter), self._rounds) for batch in batches]
@@ -164,7 +164,7 @@ class Transformers:
 
         model: Any = transformers.AutoModelForImageTextToText.from_pretrained(self._setting.model, dtype=torch.float32)
         if adapter:
-            model = PeftModel.from_pretrained(model, str(self._setting.adapter(1)))
+            model = PeftModel.from_pretrained(model, str(self._setting.adapter(1, targets="layers")))
         processor = transformers.AutoProcessor.from_pretrained(self._setting.model)
         processor.tokenizer.padding_side = "left"
         model.eval().generation_config.eos_token_id = None
@@ -203,7 +203,7 @@ class Vllm:
     def __call__(self, batches: Sequence[tuple[Request, ...]], adapter: bool) -> list[Measured]:
         job = {
             "model": str(self._setting.model),
-            "adapter": str(self._setting.adapter(1)) if adapter else None,
+            "adapter": str(self._setting.adapter(1, targets="layers")) if adapter else None,
             "rank": max(8, self._setting.sizes.rank),  # vLLM allows no smaller bound
             "threads": torch.get_num_threads(),
             "eager": self._eager,

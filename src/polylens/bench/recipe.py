@@ -52,7 +52,8 @@ TEMPLATE = """\
 
 MAX_POSITIONS = 32768
 
-Targets = Literal["all", "language"]
+Targets = Literal["all", "layers", "language"]
+"""Every linear layer, or all but the head (vLLM takes no adapters on it), or those of the language model."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,10 @@ def _build_adapter(model: Path, folder: Path, *, rank: int, seed: int, targets: 
 
 def _targeted(model: Path, targets: Targets) -> list[LayerSpec]:
     specs = outline_model(model).specs.values()
-    return [
-        spec
-        for spec in specs
-        if spec.kind is LayerKind.LINEAR and (targets == "all" or spec.component is Component.LANGUAGE_MODEL)
-    ]
+    return [spec for spec in specs if spec.kind is LayerKind.LINEAR and _is_target(spec, targets)]
+
+
+def _is_target(spec: LayerSpec, targets: Targets) -> bool:
+    if targets == "layers":
+        return spec.name != "lm_head"
+    return targets == "all" or spec.component is Component.LANGUAGE_MODEL
