@@ -10,6 +10,7 @@ import torch
 from polylens.adapters.changes import change_of
 from polylens.adapters.combine import Combination, combine_fits
 from polylens.adapters.digest import digest_fits
+from polylens.adapters.finite import all_finite
 from polylens.adapters.fit import Fit, fit_adapter, require_fit
 from polylens.adapters.layer_fit import LayerFit
 from polylens.adapters.read import read_adapter
@@ -193,6 +194,6 @@ def _place(
 def _check_cast(deltas: Mapping[str, Change], dtype: torch.dtype, source: str) -> None:
     """The file's values are finite; a narrower dtype (float16) may not hold them."""
     for change in deltas.values():
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in change.tensors().values()):
+        if not all(all_finite(tensor) for tensor in change.tensors().values()):
             problem = f"{change.layer}: values too large for {dtype}"
             raise AdapterMismatchError(f"adapter {source!r}: {problem}; run the model in float32", (problem,))

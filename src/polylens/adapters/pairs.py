@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polylens.adapters.finite import all_finite
 from polylens.adapters.lycoris import lycoris_factors
 from polylens.adapters.options import Refusal
 
@@ -153,7 +154,7 @@ class _Sorting:
     def _sort(self, name: str) -> None:
         if match := _LORA.fullmatch(name):
             self._add_slot(name, match)
-        elif not bool(torch.isfinite(self._tensors[name]).all()):
+        elif not all_finite(self._tensors[name]):
             self._problems.append(f"{name} holds NaN or infinity")
         elif match := _LYCORIS.fullmatch(name):
             self._add_lycoris(name, match)
@@ -278,5 +279,5 @@ def _module_problems(module: str, slots: Mapping[str, list[str]], tensors: Mappi
         return [f"{module}: lora_A {tuple(a.shape)} or lora_B {tuple(b.shape)} is empty (rank 0)"]
     if a.shape[0] != b.shape[1]:
         return [f"{module}: lora_A has rank {a.shape[0]}, lora_B {b.shape[1]}"]
-    bad = [_SLOT_NAMES[slot] for slot, names in slots.items() if not bool(torch.isfinite(tensors[names[0]]).all())]
+    bad = [_SLOT_NAMES[slot] for slot, names in slots.items() if not all_finite(tensors[names[0]])]
     return [f"{module}: {' and '.join(bad)} holds NaN or infinity"] if bad else []
