@@ -48,7 +48,7 @@ def _digest(fits: list[LayerFit]) -> str:
         digest.update(struct.pack(f"<{len(fit.token_ids)}Q", *fit.token_ids))
         for role, tensor in sorted(fit.tensors().items()):
             digest.update(role.encode() + struct.pack(f"<{tensor.dim() + 1}Q", tensor.dim(), *tensor.shape))
-            digest.update(memoryview(tensor.to(torch.float32).contiguous().numpy()))
+            digest.update(tensor.to(torch.float32).contiguous().numpy().data)
     return digest.hexdigest()
 
 
