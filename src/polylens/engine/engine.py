@@ -365,4 +365,7 @@ def _kernels(loaded: LoadedModel, config: EngineConfig) -> Kernels | None:
 def _most_heads(loaded: LoadedModel) -> int:
     """So many more tokens than that can be told from heads."""
     text = loaded.config.get_text_config()
-    return max(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or 0)
+    # Layers may differ in it (Gemma 4), and then only their own configs tell.
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    names = ("num_attention_heads", "num_key_value_heads")
+    return max(getattr(layer, name, None) or 0 for layer in layers for name in names)
