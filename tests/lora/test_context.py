@@ -202,6 +202,17 @@ def test_a_part_of_a_text_steps_rows_is_routed_by_itself_and_the_head_is_not_tou
         assert rows(ctx.delta_rows(TEXT, RowRule.TOKENS, 9)) == [(one, 0, 3), (two, 5, 9)]
 
 
+def test_the_tokens_of_a_part_are_counted_without_adapters_too() -> None:
+    """Norms of heads learn from any forward which of their rows are tokens: by a wrong count they would learn wrong."""
+    ctx = RoutingContext()
+    with ctx.text(segments([5], [None])):
+        with ctx.only_rows([(0, 1), (2, 4)]):
+            assert ctx.num_tokens == 3
+        assert ctx.num_tokens == 5
+    with ctx.only_rows([(0, 4)]):
+        assert ctx.num_tokens == 0
+
+
 def test_a_part_of_the_rows_exists_in_text_steps_only() -> None:
     ctx = RoutingContext()
     with ctx.only_rows([(0, 4)]):  # no adapter anywhere: nothing to route

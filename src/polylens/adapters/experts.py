@@ -46,7 +46,7 @@ def fit_experts(pair: FactorPair, specs: Sequence[LayerSpec], options: LoraOptio
 
     PEFT's `ParamWrapper` for n experts of rank r: A (n r, in), expert by expert; B (out, r n), rank by rank.
     """
-    if pair.embedding or pair.a.dim() != 2 or pair.magnitude is not None or pair.bias is not None or not _is_lora(pair):
+    if _has_more_than_factors(pair) or pair.method != "LORA":
         return None, f"{pair.module} has more than factors, and the model's experts take no more"
     for spec in specs:
         rank = options.rank_of(trained_name := f"{pair.module}.{_parameter(spec)}")
@@ -130,7 +130,7 @@ def _member(pair: FactorPair, lookup: Lookup) -> tuple[LayerSpec, _Member] | Non
 
 def _problem(member: _Member, spec: LayerSpec, options: LoraOptions) -> str | None:
     pair, rank = member.pair, options.rank_of(member.pair.module)
-    if pair.embedding or pair.a.dim() != 2 or pair.magnitude is not None or pair.bias is not None:
+    if _has_more_than_factors(pair):
         return f"{pair.module} has more than factors, and the model computes all experts with one weight, {spec.name}"
     if member.expert >= spec.num_experts:
         return f"{pair.module}: the model has experts 0 to {spec.num_experts - 1}"
@@ -161,8 +161,8 @@ def _joined(members: Sequence[_Member], spec: LayerSpec, options: LoraOptions) -
     return LayerFit(spec, name, a_eri, b_eor, 1.0, num_tensors=2 * len(members))
 
 
-def _is_lora(pair: FactorPair) -> bool:
-    return pair.method == "LORA"
+def _has_more_than_factors(pair: FactorPair) -> bool:
+    return pair.embedding or pair.a.dim() != 2 or pair.magnitude is not None or pair.bias is not None
 
 
 def _parameter(spec: LayerSpec) -> str:

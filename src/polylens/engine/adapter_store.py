@@ -6,8 +6,7 @@ admits the request must the tensors be on the device: the store is the scheduler
 of its own while steps go on, and puts others out: the one used longest ago among those that no step uses, never a
 pinned one.
 
-Where all that is on the device is in use, an adapter that waits makes a claim. A claim older than `patience_s`
-closes the gate for new sequences of just as many others as must leave, until they have left: so a stream of
+Where all that is on the device is in use, an adapter that waits makes a claim (see `Residents`): so a stream of
 requests for a resident adapter keeps no other out, and the patience bounds how often adapters change places.
 """
 

@@ -98,14 +98,15 @@ class RoutingContext:
 
         For layers that take the sequences of a step one by one.
         """
-        whole = self._routing
-        if whole is None:
+        if not self._open:
             yield
             return
-        if not isinstance(whole, _TextRouting):
-            raise InternalError("a part of the rows was asked for outside of a text step")
-        self._routing = whole.part(tuple(ranges))
-        num_tokens, self.num_tokens = self.num_tokens, sum(stop - start for start, stop in ranges)
+        whole, num_tokens = self._routing, self.num_tokens
+        if whole is not None:
+            if not isinstance(whole, _TextRouting):
+                raise InternalError("a part of the rows was asked for outside of a text step")
+            self._routing = whole.part(tuple(ranges))
+        self.num_tokens = sum(stop - start for start, stop in ranges)
         try:
             yield
         finally:
