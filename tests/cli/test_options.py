@@ -53,6 +53,8 @@ def test_the_current_folder_has_a_name(folders: Path, monkeypatch: pytest.Monkey
         (["g="], "expected NAME=PATH"),
         (["nowhere"], "no such folder: nowhere"),
         (["g=./a/b/c"], "no such folder: ./a/b/c"),
+        (["./nowhere"], "no such folder: ./nowhere"),
+        (["g=../nowhere"], "no such folder: ../nowhere"),
         (["file"], "is a file"),
         (["base=gauges"], "'base' means no adapter"),
         (["gauges", "gauges"], "the name 'gauges' is given twice"),

@@ -45,6 +45,8 @@ def test_equals_peft(checkpoint: CheckpointOf, tmp_path: Path) -> None:
     base_files = {file.name for file in model.iterdir()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == base_files
     assert [one.name for one in tmp_path.iterdir()].count("out") == 1
+    weights, config = (tmp_path / "out" / name for name in ("model.safetensors", "config.json"))
+    assert weights.stat().st_mode == config.stat().st_mode  # whoever may read the config may read the weights
 
 
 @pytest.mark.parametrize("kind", ["experts", "experts and router"])

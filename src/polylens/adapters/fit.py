@@ -382,7 +382,9 @@ def _warnings(fits: tuple[LayerFit, ...], options: LoraOptions, layers: ModelLay
     """Things that are odd but change nothing of what is applied."""
     found = []
     if layers.source and options.base_model and _last_part(options.base_model) != _last_part(layers.source):
-        found.append(f"it was trained on {options.base_model}, and everything fits this model, {layers.source}")
+        found.append(
+            f"its config says it was trained on {options.base_model}; everything fits this model, {layers.source}"
+        )
     factored = [fit for fit in fits if fit.rank]
     names = {fit.spec.name: fit.trained_name for fit in factored}
     for option, value_of in (("rank_pattern", options.rank_of), ("alpha_pattern", options.alpha_of)):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from polylens.engine.llm import LLM
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 class DType(StrEnum):
@@ -68,7 +68,7 @@ KvBytesOption = Annotated[
         "--kv-bytes",
         min=1,
         metavar="BYTES",
-        help="Memory for the KV cache; see `polylens plan`.",
+        help="Memory for the KV cache. Without it: as `polylens plan` shows.",
     ),
 ]
 NoAdapterProcessorOption = Annotated[

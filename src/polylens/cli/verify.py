@@ -35,7 +35,7 @@ def verify(
             "--image", metavar="FILE", help="A picture to ask about. Repeat for more. Without any, some are made."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Answer tokens to compare.")] = 16,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Answer tokens to compare.")] = 16,
     json_output: JsonOption = False,
     device: DeviceOption = "cpu",
     trust_remote_code: TrustOption = False,
@@ -139,6 +139,7 @@ def _layer_lines(check: AdapterCheck) -> Iterator[str]:
         worst = max(layers, key=lambda layer: layer.rel_err)
         rows = max(layer.rows for layer in layers)
         yield (
-            f"    {component:<14}  {len(layers)} layers, {rows} rows; worst: {worst.name}, "
-            f"error {worst.max_abs_err:.1e} absolute, {worst.rel_err:.1e} relative"
+            f"    {component:<14}  {len(layers)} layers, {rows} rows; "
+            f"error at most {worst.max_abs_err:.1e}, relative {worst.rel_err:.1e}"
         )
+        yield f"        worst: {worst.name}"

@@ -98,7 +98,7 @@ class AdapterStore:
             if old is not None and not same and not replace and (old.adapter is not None or old.path != path):
                 raise AdapterConflictError(
                     f"adapter {name!r} is loaded with other content (from {str(old.path)!r}); "
-                    "unload it first, or load with replace=True"
+                    "unload it first, or load it with replace=True (over HTTP: load_inplace)"
                 )
             wanted = old if same and old is not None else entry
         # Brought in before the name changes its meaning: where there is no room for it, nothing has changed.

@@ -154,6 +154,8 @@ class _Writer:
             for name, key in self._names_in(shard):
                 tensors.update(self._tensors(name, key))
             save_file(tensors, self._folder / shard.name, metadata={"format": "pt"})
+            # safetensors lets only the owner read what it writes; the folder shows what the umask allows.
+            (self._folder / shard.name).chmod(self._folder.stat().st_mode & 0o666)
             self._index.update(dict.fromkeys(tensors, shard.name))
             self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if len(self._weights.shards) > 1 or self._weights.shards[0].name != SINGLE_FILE:
