@@ -138,8 +138,5 @@ def _layer_lines(check: AdapterCheck) -> Iterator[str]:
     for component, layers in by_component.items():
         worst = max(layers, key=lambda layer: layer.rel_err)
         rows = max(layer.rows for layer in layers)
-        yield (
-            f"    {component:<14}  {len(layers)} layers, {rows} rows; "
-            f"error at most {worst.max_abs_err:.1e}, relative {worst.rel_err:.1e}"
-        )
-        yield f"        worst: {worst.name}"
+        yield f"    {component:<14}  {len(layers)} layers, {rows} rows; relative error at most {worst.rel_err:.1e}"
+        yield f"        worst: {worst.name}, absolute {worst.max_abs_err:.1e}"
