@@ -171,7 +171,8 @@ POOLED = [Item(item.tensors, n) for item, n in zip(PATCHES, (5, 3, 10), strict=T
         (
             ConnectorPerCall,
             PATCHES,
-            {"embed": RowRule.PATCHES, "block": RowRule.PATCHES, "project": RowRule.PER_CALL},
+            # These items have one tile each, so a call a tile and a call an item are the same.
+            {"embed": RowRule.PATCHES, "block": RowRule.PATCHES, "project": RowRule.PER_TILE},
         ),
         (Views, viewed_items(1, 3, 2), dict.fromkeys(("embed", "block", "project"), RowRule.VIEWS)),
         (Views, viewed_items(2, 0, 1), dict.fromkeys(("embed", "block", "project"), RowRule.VIEWS)),
