@@ -30,6 +30,7 @@ from polylens.models.families import TwoWay
 from polylens.models.loading import is_text_only
 from polylens.models.positions import position_rows, two_way_spans
 from polylens.models.probe_items import picture_item, picture_prompt, synthetic_items, video_item
+from polylens.models.probe_model import architecture
 from polylens.models.text import TextRunner
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def measure_needs(loaded: LoadedModel, context: RoutingContext, config: EngineCo
 
 def _facts(loaded: LoadedModel, config: EngineConfig) -> dict[str, Any]:
     return {
-        "config": {**loaded.config.to_dict(), "_name_or_path": ""},
+        "config": architecture(loaded.config.to_dict()),
         "class": type(loaded.model).__qualname__,
         "processor": loaded.processing.processor.to_dict() if loaded.processing.processor is not None else None,
         "versions": [torch.__version__, transformers.__version__],
