@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _MEMORY_EVENT = "[memory]"
 """The profiler's name for an allocation (bytes > 0) or a release (bytes < 0)."""
@@ -23,9 +24,8 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """
     if device.type == "cuda":
         return _cuda_peak(device, work)
-    gc.collect()  # what is garbage already would be released, and counted, meanwhile
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would greet on standard error
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with _no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         result = work()
     del result
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == _MEMORY_EVENT]
@@ -34,6 +34,18 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
         now += event.nbytes()
         most = max(most, now)
     return most
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What is garbage already must not be released, and counted, meanwhile. To collect it first takes far longer."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _cuda_peak(device: torch.device, work: Callable[[], object]) -> int:
