@@ -280,13 +280,15 @@ def tied_layers(layers: ModelLayers) -> set[str]:
 
 def _tied_heads(spec: LayerSpec, layers: ModelLayers) -> tuple[str, ...]:
     """Linear layers whose weight is the embedding's own: PEFT trains their rows together."""
-    weight = layers.parameters.get(parameter_name(spec, "weight"))
+    # Parameters that are read from files when they are looked up have an outline, whose objects tell them apart.
+    parameters = getattr(layers.parameters, "outline", layers.parameters)
+    weight = parameters.get(parameter_name(spec, "weight"))
     return tuple(
         name
         for name, other in layers.specs.items()
         if weight is not None
         and other.kind is LayerKind.LINEAR
-        and layers.parameters.get(parameter_name(other, "weight")) is weight
+        and parameters.get(parameter_name(other, "weight")) is weight
     )
 
 

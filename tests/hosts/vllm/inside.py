@@ -236,12 +236,47 @@ def a_broken_adapter_fails_its_request_only(inside: Inside) -> None:
     inside.check([("a", "image", 0), ("base", "text", 0)])
 
 
-REFUSED = {
-    "qwen2_vl": ("embedding", "embedding_saved", "norms", "tokens"),
-    # LLaVA's norm after the tower, whose bias is in these files, is not built by vLLM.
-    "llava": ("bias_all", "dora_with_biases", "embedding", "embedding_saved", "norms", "tokens"),
-}
-"""Kinds of adapter that change what vLLM's modules take no change of."""
+def a_folder_that_changes_before_its_request_is_run(inside: Inside) -> None:
+    """The request gets what was there when it arrived; the next one what is there then."""
+    place = inside.folder / "meanwhile"
+    request = LoRARequest("meanwhile", 10, str(place))
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False)
+    engine = inside.llm.llm_engine
+    for source in ("a", "v"):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(inside.folder / source, place)
+        inside.runner.lora_manager.remove_all_adapters()
+        engine.add_request(f"meanwhile-{source}", inside.request("image", 0), sampling, lora_request=request)
+        shutil.rmtree(place)
+        shutil.copytree(inside.folder / "l", place)
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+        inside.compare((source, "image", 0), outputs[0].outputs[0])
+
+
+def prompt_logprobs_of_changed_heads(inside: Inside) -> None:
+    """Of prompts that end with an answer's tokens, which have that answer's log-probabilities; all in one batch."""
+    wanted = [name for name in ("base", "head", "head_saved", "l") if (name, "image", 0) in inside.answers]
+    prompts = []
+    for name in wanted:
+        request = inside.request("image", 0)
+        token_ids = inside.llm.get_tokenizer().encode(request.pop("prompt"))
+        prompts.append(request | {"prompt_token_ids": [*token_ids, *inside.answers[name, "image", 0][0]]})
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    adapters = [inside.adapter(name) for name in wanted]
+    for name, output in zip(
+        wanted, inside.llm.generate(prompts, sampling, lora_request=adapters, use_tqdm=False), strict=True
+    ):
+        token_ids, logprobs = inside.answers[name, "image", 0]
+        for step, token_id in enumerate(token_ids):
+            ours = output.prompt_logprobs[step - len(token_ids)][token_id].logprob
+            theirs = logprobs[step, token_id].item()
+            assert abs(ours - theirs) <= MAX_LOGPROB_ERROR, f"{name}: token {step} has {ours}, reference {theirs}"
+
+
+REFUSED: dict[str, tuple[str, ...]] = {}
+"""Kinds of adapter, by family, that change what vLLM's modules take no change of."""
 
 
 def special_adapters(inside: Inside) -> None:
@@ -268,6 +303,8 @@ CHECKS: tuple[Callable[[Inside], None], ...] = (
     vision_rows_are_shared,
     replaced_under_one_name,
     a_broken_adapter_fails_its_request_only,
+    a_folder_that_changes_before_its_request_is_run,
+    prompt_logprobs_of_changed_heads,
     special_adapters,
 )
 

@@ -19,8 +19,10 @@ PYTHON = Path(os.environ.get("POLYLENS_VLLM_PYTHON", CACHED))
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "idefics3")
 """vLLM's flag for LoRA in towers does not list InternVL."""
 TIMEOUT_S = 560
-NUM_CHECKS = 11
+NUM_CHECKS = 13
 """Of `inside.CHECKS`."""
+NUM_GPU_CHECKS, NUM_V2_CHECKS = 9, 8
+"""Of `gpu.CHECKS` and `v2.CHECKS`."""
 
 pytestmark = [
     pytest.mark.full,
@@ -51,9 +53,9 @@ def make(family: str, folder: Path) -> Path:
     return folder / family
 
 
-def run_inside(module: str, folder: Path) -> str:
+def run_inside(module: str, *args: Path) -> str:
     here = [Path(__file__).parent / "site", ROOT / "src", ROOT]
-    return run_module(PYTHON, f"tests.hosts.vllm.{module}", folder, path=here)
+    return run_module(PYTHON, f"tests.hosts.vllm.{module}", *args, path=here)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,3 +71,15 @@ def test_the_openai_server_serves_two_adapters_at_once(tmp_path: Path):
 
 def test_vllms_own_manager_over_products_of_segments(tmp_path: Path):
     assert "0 wrong answers" in run_inside("stock", make("qwen2_vl", tmp_path))
+
+
+def test_the_gpu_worker_and_both_runners_as_far_as_a_cpu_can_tell():
+    output = run_inside("gpu")
+    assert "FAILED" not in output
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == NUM_GPU_CHECKS
+
+
+def test_the_v2_runner_by_tritons_interpreter(tmp_path: Path):
+    output = run_inside("v2", make("qwen2_vl", tmp_path))
+    assert "FAILED" not in output
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == NUM_V2_CHECKS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,15 @@ class Checkpoint:
             path, _, role = stored.rpartition(".")
             names[f"{rename(path)}.{role}" if role in ("weight", "bias") else rename(stored)].append(stored)
         # Several stored tensors of one name are the parts of one parameter (experts, say): not read here.
+        self._shared: dict[str, str] = {}
         self._stored = {name: found[0] for name, found in names.items() if len(found) == 1}
+
+    def share(self, names: Iterable[str]) -> None:
+        """Let `names`, which are one parameter of the model, be read from whichever of them the files have."""
+        names = tuple(names)
+        stored = next((self._stored[name] for name in names if name in self._stored), None)
+        if stored is not None:
+            self._shared.update(dict.fromkeys(names, stored))
 
     def stored_name(self, name: str) -> str | None:
         """What the files call the parameter `name` of the loaded model; None where that is not one tensor."""
@@ -49,7 +57,7 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor | None:
         """The parameter `name`, as stored, on the CPU."""
-        stored = self._stored.get(name)
+        stored = self._stored.get(name, self._shared.get(name))
         if stored is None:
             return None
         with safe_open(self._file_of[stored], framework="pt") as content:
@@ -57,7 +65,7 @@ class Checkpoint:
 
     def rows(self, name: str, ranges: list[slice]) -> torch.Tensor | None:
         """Some rows of the parameter `name`, without reading the others."""
-        stored = self._stored.get(name)
+        stored = self._stored.get(name, self._shared.get(name))
         if stored is None:
             return None
         with safe_open(self._file_of[stored], framework="pt") as content:
@@ -68,33 +76,33 @@ class Checkpoint:
 class StoredParameters(Mapping[str, torch.Tensor]):
     """The parameters of an outlined model with their values: read when looked up, and not kept.
 
-    A parameter that other modules share, or of which the files have no tensor of the same shape, stays the outline's
-    own, without values.
+    A parameter of which the files have no tensor of the same shape stays the outline's own, without values. outline:
+    the parameters without values; two names are one parameter if they are one object there.
     """
 
     def __init__(self, outline: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
-        self._outline = outline
+        self.outline = outline
         self._checkpoint = checkpoint
-        times: dict[int, int] = defaultdict(int)
-        for parameter in outline.values():
-            times[id(parameter)] += 1
-        self._shared = {name for name, parameter in outline.items() if times[id(parameter)] > 1}
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in outline.items():
+            names[id(parameter)].append(name)
+        for shared in names.values():
+            if len(shared) > 1:
+                checkpoint.share(shared)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        own = self._outline[name]
-        if name in self._shared:
-            return own
+        own = self.outline[name]
         value = self._checkpoint.read(name)
         return own if value is None or value.shape != own.shape else value
 
     def __contains__(self, name: object) -> bool:
-        return name in self._outline
+        return name in self.outline
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._outline)
+        return iter(self.outline)
 
     def __len__(self) -> int:
-        return len(self._outline)
+        return len(self.outline)
 
 
 def _folder(source: str) -> Path:

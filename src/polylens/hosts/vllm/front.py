@@ -6,14 +6,17 @@ nothing where the worker is not polylens'.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
+import shutil
+import weakref
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polylens.errors import AdapterFormatError, ModelLoadError, PolylensError
-from polylens.hosts.vllm.names import MARK, content_id, read_stamp, stamped
+from polylens.hosts.vllm.names import MARK, content_id, digest_in_name, read_stamp, stamped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
     from polylens.core import Digests
+    from polylens.hosts.vllm.copies import Copy
 
 WORKER = "polylens.hosts.vllm.Worker"
 """How vLLM's `worker_cls` names our worker; also under its own module's path."""
@@ -38,7 +42,7 @@ def install() -> None:
         return
     try:
         check_version()
-        process = check_seam(InputProcessor, "process_inputs", ("params", "lora_request"))
+        process = check_seam(InputProcessor, "process_inputs", ("lora_request",))
         identifier = check_seam(InputProcessor, "_get_mm_identifier", ("mm_hash", "lora_request"))
     except ModelLoadError:
         return  # our worker says so, if it is used; other people's workers run on
@@ -67,7 +71,7 @@ def _stamping(process: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         request = bound.arguments.get("lora_request")
         if request is not None:
-            bound.arguments["lora_request"] = _front_of(self).stamp(request, bound.arguments["params"])
+            bound.arguments["lora_request"] = _front_of(self).stamp(request)
         return process(*bound.args, **bound.kwargs)
 
     return process_inputs
@@ -105,50 +109,78 @@ class Front:
 
     def __init__(self, model_config: Any) -> None:
         from polylens.hosts.vllm.base import read_base
+        from polylens.hosts.vllm.copies import Copies
         from polylens.hosts.vllm.refused import told_refused
 
         self._base = read_base(model_config)
         self._refused = told_refused(model_config)
-        self._known: dict[str, tuple[Any, Digests, bool]] = {}
+        self._copies = Copies()
+        self._copies.remove_left()
+        self._known: dict[str, tuple[Any, Digests, Copy]] = {}
         self._vision: dict[str, str] = {}
 
-    def stamp(self, request: LoRARequest, params: Any) -> LoRARequest:
-        """The request under a name that carries its adapter's digest. Raises ValueError, which fails the request."""
-        import msgspec
-
+    def stamp(self, request: LoRARequest) -> LoRARequest:
+        """The request under a name that carries its adapter's digest, with the path of a copy that stays until the
+        request has ended. Raises ValueError, which fails the request."""
         name, digest = read_stamp(request.lora_name)
         if digest is not None:
             raise ValueError(f"adapter name {name!r} must not hold {MARK!r}")
         try:
-            digests, has_head = self._read(name, request.lora_path)
+            digests, copy = self._read(name, request.lora_path)
         except PolylensError as error:
             raise ValueError(str(error)) from error
-        if has_head and getattr(params, "prompt_logprobs", None) is not None:
-            raise ValueError(f"adapter {name!r} changes the output head: prompt_logprobs cannot be given with it")
         full = stamped(name, digests)
         self._vision[full] = digests.vision
-        return msgspec.structs.replace(request, lora_name=full, lora_int_id=content_id(full), load_inplace=False)
+        held: LoRARequest = _held_request()(full, content_id(full), str(copy.path))
+        # vLLM drops the request's own object when the request has ended, and nothing else tells of that here.
+        weakref.finalize(held, _let_go, copy)
+        return held
 
     def vision_digest(self, request: LoRARequest) -> str:
         """Of tower and connector; "" if the adapter leaves them alone."""
         return self._vision[request.lora_name]
 
-    def _read(self, name: str, path: str) -> tuple[Digests, bool]:
-        """Digests, and whether the output head is changed; read again only when a file of the folder has changed."""
-        from polylens.adapters.digest import digest_fits
-        from polylens.adapters.load import read_and_fit
+    def _read(self, name: str, path: str) -> tuple[Digests, Copy]:
+        """Digests of the adapter and its copy; read again only when a file of the folder has changed."""
         from polylens.adapters.read import find_adapter
-        from polylens.hosts.vllm.refused import check_layers
 
         folder = find_adapter(path)
         state = _state_of(folder)
         known = self._known.get(path)
         if known is None or known[0] != state:
-            fit = read_and_fit(folder, self._base.layers)
-            check_layers([part.spec.name for part in fit.layers], self._refused, name)
-            has_head = any(part.spec.name.endswith("lm_head") for part in fit.layers)
-            known = self._known[path] = (state, digest_fits(fit.layers), has_head)
+            known = self._known[path] = (state, *self._read_anew(name, folder))
         return known[1], known[2]
+
+    def _read_anew(self, name: str, folder: Path) -> tuple[Digests, Copy]:
+        """Reads the copy and not the folder, which may change in between."""
+        from polylens.adapters.digest import digest_fits
+        from polylens.adapters.load import read_and_fit
+        from polylens.hosts.vllm.refused import check_layers
+
+        taken = self._copies.take(folder)
+        try:
+            fit = read_and_fit(taken, self._base.layers)
+            check_layers([part.spec.name for part in fit.layers], self._refused, name)
+        except PolylensError as error:
+            shutil.rmtree(taken, ignore_errors=True)
+            raise AdapterFormatError(str(error).replace(str(taken), str(folder))) from error
+        digests = digest_fits(fit.layers)
+        return digests, self._copies.keep(taken, digest_in_name(digests))
+
+
+@functools.cache
+def _held_request() -> type:
+    """vLLM's `LoRARequest`, of which one can be told when nobody has it any more."""
+    from vllm.lora.request import LoRARequest
+
+    class HeldRequest(LoRARequest, weakref=True):  # type: ignore[call-arg]
+        pass
+
+    return HeldRequest
+
+
+def _let_go(copy: Copy) -> None:
+    """Nothing is to be done: the copy was held as this call's argument."""
 
 
 def _state_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:

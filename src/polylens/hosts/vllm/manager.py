@@ -1,7 +1,8 @@
 """Adapters in a vLLM worker: what vLLM asks of its LoRA manager, over polylens' own adapters.
 
 No slots and no padding to a rank: an adapter is as large as its tensors, and the model's layers take any number of
-them. `max_cpu_loras` (by default `max_loras`) is how many are kept.
+them. `max_cpu_loras` (by default `max_loras`) is how many are kept, and that many of rank `max_lora_rank` are what
+memory is kept for: larger ones push others out earlier.
 """
 
 from __future__ import annotations
@@ -37,13 +38,23 @@ class AdapterManager:
     def __init__(self, model: AdaptedModel, base: BaseModel, config: VllmConfig, device: torch.device) -> None:
         self._model = model
         self._base = base
+        self._config = config
         self._device = device
         self._dtype = config.model_config.dtype
         self._capacity: int = config.lora_config.max_cpu_loras
         self._adapters: OrderedDict[int, Adapter | None] = OrderedDict()
         self._pinned: set[int] = set()
         self._number_of: dict[int, int] = {}
-        tell_refused(config.model_config, model.refused)
+
+    def tell_refused(self) -> None:
+        """Let the front process know what cannot be adapted."""
+        tell_refused(self._config.model_config, self._model.refused)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory to keep for adapters: `max_cpu_loras` of them, each with factors of `max_lora_rank` everywhere."""
+        rank: int = self._config.lora_config.max_lora_rank
+        return self._capacity * rank * self._model.num_factor_features() * self._dtype.itemsize
 
     # What vLLM asks while it serves
 
@@ -158,5 +169,9 @@ class AdapterManager:
     def _evict(self, needed: set[int]) -> None:
         """Forget the longest unused adapters beyond the capacity: not those of this step, not pinned ones."""
         free = [number for number in self._adapters if number not in needed and number not in self._pinned]
-        for number in free[: max(0, len(self._adapters) - self._capacity)]:
-            del self._adapters[number]
+        while free and self._is_over():
+            del self._adapters[free.pop(0)]
+
+    def _is_over(self) -> bool:
+        num_bytes = sum(adapter.num_bytes for adapter in self._adapters.values() if adapter is not None)
+        return len(self._adapters) > self._capacity or num_bytes > self.reserved_bytes

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from vllm.model_executor.layers.conv import ConvLayerBase
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -20,6 +21,12 @@ from polylens.core import Component, LayerKind, LayerSpec
 
 if TYPE_CHECKING:
     from polylens.hosts.vllm.base import BaseModel
+
+LINEAR_KINDS = (LayerKind.LINEAR, LayerKind.ROUTER)
+"""Layers that are y = x Wᵀ + b in vLLM: what chooses a token's experts is one of its linear modules."""
+
+VLLM_NORMS = (RMSNorm, GemmaRMSNorm, LayerNorm)
+"""Norms of vLLM's that compute each vector by itself and read their weight when they run."""
 
 SHARDS = {"q": 0, "k": 1, "v": 2}
 """Parts of a packed attention projection, as vLLM's tables call them."""
@@ -72,13 +79,14 @@ class _Finder:
 
     def find(self, spec: LayerSpec) -> Place | str | None:
         """The layer's place, why it has none, or None where vLLM leaves the layer out."""
+        if spec.kind is LayerKind.EXPERTS:
+            return "vLLM computes a mixture's experts in kernels that keep their weights to themselves"
         candidates = list(self._candidates(spec))
         for path in candidates:
             if (place := self._resolve(path, spec)) is not None:
                 return place
-        if any(self._is_beyond_last_block(path) for path in candidates) and spec.component is not (
-            Component.LANGUAGE_MODEL
-        ):
+        of_encoder = spec.component is not Component.LANGUAGE_MODEL
+        if of_encoder and any(self._is_beyond_last_block(path) or self._is_left_out(path) for path in candidates):
             return None
         return "vLLM's model has no such module"
 
@@ -129,6 +137,11 @@ class _Finder:
         module = self._modules.get(stack)
         return isinstance(module, nn.ModuleList) and 0 < len(module) <= int(match[2])
 
+    def _is_left_out(self, path: str) -> bool:
+        """Whether vLLM has a place for the module and puts nothing there: CLIP's last norm, if nobody asks for it."""
+        parent, _, name = path.rpartition(".")
+        return getattr(self._modules.get(parent), name, self) is None
+
 
 def _whole(path: str, module: nn.Module, spec: LayerSpec) -> Place | str:
     """The layer is this module, if that is of a kind which polylens knows to change."""
@@ -136,7 +149,7 @@ def _whole(path: str, module: nn.Module, spec: LayerSpec) -> Place | str:
     shape: tuple[Any, Any]
     if spec.kind is LayerKind.LINEAR and isinstance(module, ParallelLMHead | VocabParallelEmbedding):
         shape = (module.embedding_dim, module.org_vocab_size)
-    elif spec.kind is LayerKind.LINEAR and isinstance(module, LinearBase):
+    elif spec.kind in LINEAR_KINDS and isinstance(module, LinearBase):
         shape = (module.input_size, module.output_size)
     elif spec.kind is LayerKind.LINEAR and isinstance(module, nn.Linear):
         shape = (module.in_features, module.out_features)
@@ -144,8 +157,13 @@ def _whole(path: str, module: nn.Module, spec: LayerSpec) -> Place | str:
         shape = (module.weight[0].numel(), module.weight.shape[0])
     elif spec.kind is LayerKind.CONV and isinstance(module, LinearBase):
         return f"{path} is a {what}, which is no convolution"
+    elif spec.kind is LayerKind.EMBEDDING and isinstance(module, VocabParallelEmbedding):
+        shape = (module.org_vocab_size, module.embedding_dim)
     elif spec.kind is LayerKind.NORM and isinstance(module, nn.LayerNorm):
         shape = (module.normalized_shape[-1],) * 2
+    elif spec.kind in (LayerKind.NORM, LayerKind.HEAD_NORM) and isinstance(module, VLLM_NORMS):
+        width = None if module.weight is None else len(module.weight)
+        shape = (width, width)
     else:
         return f"{path} is vLLM's {what}, which takes no change there"
     if shape != (spec.in_features, spec.out_features):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 NUM_ROWS = 8
 """Outputs compared at each end of a layer."""
 
+PRODUCTS = (LayerKind.LINEAR, LayerKind.ROUTER, LayerKind.CONV)
+"""Layers whose module can be run alone on a vector."""
+
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference to the checkpoint's product, relative to its root mean square: rounding, far from another layer's
 values."""
@@ -50,14 +53,16 @@ class _Comparison:
         spec = specs[0]
         generator = torch.Generator().manual_seed(0)
         self._x_i = torch.randn(spec.in_features, generator=generator)
-        if spec.kind in (LayerKind.LINEAR, LayerKind.CONV):
+        if spec.kind in PRODUCTS:
             module = model.get_submodule(path)
             self._y_o = run_alone(module, self._x_i[None])[0].float().cpu()
             self._dtype = next((p.dtype for p in module.parameters()), torch.float32)
         self._model = model
 
     def fault(self, spec: LayerSpec, place: Place) -> str | None:
-        if spec.kind not in (LayerKind.LINEAR, LayerKind.CONV):
+        if spec.kind is LayerKind.EMBEDDING:
+            return self._fault_of_rows(spec)
+        if spec.kind not in PRODUCTS:
             return self._fault_of_values(spec, place)
         ends = _ends(spec.out_features)
         weight = self._base.checkpoint.rows(f"{spec.name}.weight", ends)
@@ -73,6 +78,17 @@ class _Comparison:
         error = ((actual - expected).abs().max() / scale).item()
         if not error <= TOLERANCE[self._dtype]:
             return f"vLLM's {self._path} does not compute what the checkpoint's layer does (off by {error:.1e})"
+        return None
+
+    def _fault_of_rows(self, spec: LayerSpec) -> str | None:
+        """The embedding keeps its values, and puts out those of a token's row."""
+        ends = _ends(spec.in_features)
+        stored = self._base.checkpoint.rows(f"{spec.name}.weight", ends)
+        module = self._model.get_submodule(self._path)
+        ids_t = torch.cat([torch.arange(rows.start, rows.stop) for rows in ends])
+        own: Any = next(module.parameters())
+        if stored is None or not torch.equal(stored.to(own.dtype), module(ids_t.to(own.device)).cpu()):
+            return f"vLLM's {self._path} has other values than the checkpoint"
         return None
 
     def _fault_of_values(self, spec: LayerSpec, place: Place) -> str | None:

@@ -56,6 +56,10 @@ def refusal(config: Any) -> str | None:
         return f"tensor parallel {parallel.tensor_parallel_size}: adapters are not split yet, use 1"
     if parallel.pipeline_parallel_size > 1:
         return f"pipeline parallel {parallel.pipeline_parallel_size}: use 1"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1 or getattr(parallel, "use_ubatching", False):
+        return "a step cut into parts (context parallel prefill, micro-batches): leave those options out"
+    if getattr(config, "is_mm_encoder_only", False):
+        return "an instance that only encodes media: leave mm_encoder_only out"
     if config.quant_config is not None:
         return "a quantised base model: use 16- or 32-bit weights"
     if config.speculative_config is not None:
@@ -64,6 +68,8 @@ def refusal(config: Any) -> str | None:
         return "CUDA graphs of the encoder: they pass over adapters, leave cudagraph_mm_encoder out"
     if getattr(compilation.mode, "name", str(compilation.mode)) != "NONE":
         return "a compiled model: start with --enforce-eager (enforce_eager=True)"
+    if getattr(getattr(compilation, "cudagraph_mode", None), "name", "NONE") != "NONE":
+        return "CUDA graphs: they repeat the adapters of the step they recorded, start with --enforce-eager"
     if model.runner_type != "generate":
         return f"the runner {model.runner_type!r}: only text generation is served"
     if getattr(config.lora_config, "target_modules", None):
