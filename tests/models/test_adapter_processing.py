@@ -157,7 +157,7 @@ class TestSharing:
         folder.write("chat_template.jinja", TEMPLATE)
         first, second = folder.processing(), folder.processing()
         assert first is second is not folder.base
-        assert first._memo is folder.base._memo
+        assert first.memo is folder.base.memo
         assert first.safe_tokenizer.lock is folder.base.safe_tokenizer.lock
         gone = weakref.ref(first)
         del first, second

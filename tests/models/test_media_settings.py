@@ -14,7 +14,7 @@ from polylens.core import MediaKind
 from polylens.errors import PolylensError, RequestError
 from polylens.models.loading import load_model
 from polylens.models.media_settings import MediaSettings
-from polylens.models.processing import PreparedPrompt
+from polylens.models.prepared import PreparedPrompt
 from tests.families.media import picture, user
 
 Prepare = Callable[..., PreparedPrompt]

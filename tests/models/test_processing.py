@@ -20,7 +20,8 @@ from polylens.errors import MediaError, ModelLoadError, RequestError
 from polylens.models.control_tokens import Escape
 from polylens.models.item_processor import ItemResult, ResultMemo
 from polylens.models.media import image_item, load_video, sample_frames, video_metadata
-from polylens.models.processing import PreparedPrompt, Processing
+from polylens.models.prepared import PreparedPrompt
+from polylens.models.processing import Processing
 from tests.families.build import FAMILIES, VIDEO_FAMILIES
 from tests.families.media import picture, user, video
 

@@ -18,7 +18,7 @@ from transformers import AutoProcessor, ProcessorMixin
 from polylens import LLM, ChatRequest
 from polylens.engine.compare import compare
 from polylens.engine.verify import verify
-from polylens.models.processing import PreparedPrompt
+from polylens.models.prepared import PreparedPrompt
 from tests.families.adapters import make_adapter
 from tests.families.media import picture, user
 from tests.families.reference import Messages, _greedy, merged_model, reference_inputs

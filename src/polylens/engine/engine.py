@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from polylens.engine.executor import Executor
     from polylens.engine.stopping import OutputStep, OutputStream
     from polylens.models.loading import LoadedModel
+    from polylens.models.prepared import PreparedPrompt
     from polylens.models.probe import ProbeResult
-    from polylens.models.processing import PreparedPrompt
     from polylens.native import Kernels
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from polylens.engine import sequence
     from polylens.engine.scheduler import StepEntry
     from polylens.errors import PolylensError
-    from polylens.models.processing import PreparedPrompt
+    from polylens.models.prepared import PreparedPrompt
 
 
 @dataclass(frozen=True)

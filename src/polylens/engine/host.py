@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from polylens.engine.scheduler import StepEntry
     from polylens.lora.context import RoutingContext
     from polylens.models.loading import LoadedModel
-    from polylens.models.processing import PreparedPrompt
+    from polylens.models.prepared import PreparedPrompt
 
 
 class HostExecutor:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from polylens.config import EngineConfig
     from polylens.lora.context import RoutingContext
     from polylens.models.loading import LoadedModel
-    from polylens.models.processing import ProcessedItem
+    from polylens.models.prepared import ProcessedItem
 
 logger = logging.getLogger(__name__)
 

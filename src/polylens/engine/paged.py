@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from polylens.lora.context import RoutingContext
     from polylens.models.features import ItemFeatures
     from polylens.models.loading import LoadedModel
-    from polylens.models.processing import PreparedPrompt
+    from polylens.models.prepared import PreparedPrompt
     from polylens.native import Kernels
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from polylens.core import Adapter, Request, SamplingParams
     from polylens.engine.constraints import ConstraintState
     from polylens.models.loading import LoadedModel
-    from polylens.models.processing import PreparedPrompt, Processing
+    from polylens.models.prepared import PreparedPrompt
+    from polylens.models.processing import Processing
 
 
 @dataclass(frozen=True, eq=False)

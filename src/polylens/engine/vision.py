@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polylens.core import Adapter
     from polylens.lora.context import RoutingContext
     from polylens.models.loading import LoadedModel
-    from polylens.models.processing import ProcessedItem
+    from polylens.models.prepared import ProcessedItem
 
 
 @dataclass(frozen=True, eq=False)

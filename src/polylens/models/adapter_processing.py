@@ -27,7 +27,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from polylens.config import MAX_IMAGE_PIXELS, MAX_VIDEO_PIXELS
 from polylens.core import MediaKind
 from polylens.errors import AdapterError, AdapterFormatError, AdapterMismatchError, MediaError, first_line
-from polylens.models.item_processor import ItemProcessor, ResultMemo
+from polylens.models.item_processor import ItemProcessor, ResultMemo, media_part
 from polylens.models.media import image_item, load_video
 from polylens.models.media_settings import takes_pixels
 from polylens.models.processing import Processing, settings_text
@@ -114,8 +114,8 @@ def differences(base: Processing, processing: Processing) -> tuple[str, ...]:
     different = {
         "tokenizer": processing.tokenizer is not base.tokenizer,
         "chat template": processing.template != base.template,
-        "image settings": getattr(theirs, "image_processor", None) is not getattr(ours, "image_processor", None),
-        "video settings": getattr(theirs, "video_processor", None) is not getattr(ours, "video_processor", None),
+        "image settings": media_part(theirs, MediaKind.IMAGE) is not media_part(ours, MediaKind.IMAGE),
+        "video settings": media_part(theirs, MediaKind.VIDEO) is not media_part(ours, MediaKind.VIDEO),
         "processor settings": _own_settings(theirs) != _own_settings(ours),
     }
     return tuple(name for name, differs in different.items() if differs)
@@ -130,7 +130,7 @@ def _processor(base: Processing, files: ProcessingFiles) -> Any:
         name = f"{kind}_processor"
         settings = _part_settings(files.settings, kind)
         if settings is not None and parts.get(name) is not None:
-            parts[name] = _media_part(parts[name], settings, name)
+            parts[name] = _made_part(parts[name], settings, name)
     own = _own_settings(real)
     if any(parts.get(f"{kind}_processor") is not None for kind in MediaKind):  # else it takes text only
         own |= _given_settings(real, files.settings)
@@ -216,7 +216,7 @@ def _part_settings(settings: Mapping[str, Mapping[str, Any]], kind: MediaKind) -
     return found
 
 
-def _media_part(part: Any, settings: Mapping[str, Any], name: str) -> Any:
+def _made_part(part: Any, settings: Mapping[str, Any], name: str) -> Any:
     """An image or video processor with the adapter's settings: `part` itself where they are the same."""
     named = settings.get(f"{name}_type")
     if named is not None and _class_name(named) != _class_name(type(part).__name__):
@@ -313,8 +313,8 @@ def _names_reached(node: Any) -> list[str]:
 def _check_pictures(base: Processing, processing: Processing) -> None:
     """Settings of wrong types, and sizes that the model cannot take, show with the first picture: so one is tried."""
     for kind in MediaKind:
-        theirs = getattr(processing.processor, f"{kind}_processor", None)
-        ours = getattr(base.processor, f"{kind}_processor", None)
+        theirs = media_part(processing.processor, kind)
+        ours = media_part(base.processor, kind)
         if theirs is ours:
             continue
         wanted, found = _fixed_shapes(ours, kind), _fixed_shapes(theirs, kind)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from polylens.models.processing import ProcessedItem
+    from polylens.models.prepared import ProcessedItem
 
 
 PLAIN = FamilyNotes()

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from polylens.core import MediaItem
 
 
+def media_part(processor: Any, kind: MediaKind) -> Any:
+    """The processor's image or video processor; None where it has none."""
+    return getattr(processor, f"{kind}_processor", None)
+
+
+def media_token(processor: Any, kind: MediaKind) -> str | None:
+    """What stands for one item in the text that a template renders; None where the processor names nothing."""
+    return getattr(processor, f"{kind}_token", None)
+
+
 @dataclass(frozen=True)
 class ItemResult:
     """What a processor returned for one item alone."""

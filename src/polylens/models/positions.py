@@ -12,7 +12,7 @@ from polylens.models.families import TwoWay
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from polylens.models.processing import PreparedPrompt, ProcessedItem
+    from polylens.models.prepared import PreparedPrompt, ProcessedItem
 
 _TOKEN_TYPES = {MediaKind.IMAGE: 1, MediaKind.VIDEO: 2}
 """transformers' `mm_token_type_ids`; text is 0."""

@@ -13,7 +13,8 @@ from PIL import Image
 from polylens.models.row_rules import ItemSize
 
 if TYPE_CHECKING:
-    from polylens.models.processing import PreparedPrompt, ProcessedItem, Processing
+    from polylens.models.prepared import PreparedPrompt, ProcessedItem
+    from polylens.models.processing import Processing
 
 NUM_ITEMS = 3
 """Items in a probe batch: with two, one rule's remainder more often passes for another's."""

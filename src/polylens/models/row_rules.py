@@ -56,7 +56,7 @@ COUNTED_RULES = (RowRule.PER_TILE, RowRule.PER_CALL, RowRule.VIEWS)
 
 
 class SizedItem(Protocol):
-    """What a processed item must tell to have a size (see `polylens.models.processing`)."""
+    """What a processed item must tell to have a size (see `polylens.models.prepared`)."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
