@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from polylens.errors import PolylensError
 from polylens.models.encoder import encode
 from polylens.models.features import ItemFeatures
+from polylens.models.prepared import ProcessedItem, pixel_tensors
 from polylens.models.row_rules import ItemSize
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from polylens.core import Adapter
     from polylens.lora.context import RoutingContext
     from polylens.models.loading import LoadedModel
-    from polylens.models.prepared import ProcessedItem
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +180,7 @@ class VisionStage:
 
 def encoder_rows(loaded: LoadedModel, item: ProcessedItem) -> int:
     """Input rows of an item in the tower: its patches, or its tiles' pixels in patches."""
-    pixels = next(tensor for name, tensor in item.tensors.items() if name.startswith("pixel_values"))
+    pixels = next(iter(pixel_tensors(item.tensors).values()))
     if pixels.dim() < 4:
         return pixels.shape[:-1].numel()
     patch = getattr(loaded.config.vision_config, "patch_size", 1)

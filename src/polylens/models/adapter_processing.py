@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from jinja2 import nodes
 from PIL import Image
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -30,6 +29,7 @@ from polylens.errors import AdapterError, AdapterFormatError, AdapterMismatchErr
 from polylens.models.item_processor import ItemProcessor, ResultMemo, media_part
 from polylens.models.media import image_item, load_video
 from polylens.models.media_settings import takes_pixels
+from polylens.models.prepared import pixel_tensors
 from polylens.models.processing import Processing, settings_text
 
 if TYPE_CHECKING:
@@ -334,14 +334,10 @@ def _fixed_shapes(part: Any, kind: MediaKind) -> dict[str, tuple[int, ...] | Non
     except MediaError as error:
         raise AdapterFormatError(f"the {kind} settings in the adapter's folder cannot be used: {error}") from error
     shapes: list[dict[str, tuple[int, ...]]] = [
-        {name: tuple(x.shape[-2 if x.dim() > 3 else -1 :]) for name, x in _pixels(result.outputs).items()}
+        {name: tuple(x.shape[-2 if x.dim() > 3 else -1 :]) for name, x in pixel_tensors(result.outputs).items()}
         for result in processor.results
     ]
     return {name: shape for name, shape in shapes[0].items() if shapes[1].get(name) == shape}
-
-
-def _pixels(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in outputs.items() if "pixel" in name and isinstance(value, torch.Tensor)}
 
 
 def _trial(kind: MediaKind, side: int) -> MediaItem:

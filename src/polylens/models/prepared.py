@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from polylens.core import MediaKind
+
+PIXEL_PREFIX = "pixel_values"
+"""transformers names an item's pixel tensors `pixel_values`, `pixel_values_videos`, `pixel_values_local`."""
+
+
+def pixel_tensors(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The pixels among a processor's outputs: one tensor, or one of the whole picture and one of its parts."""
+    return {name: x for name, x in outputs.items() if name.startswith(PIXEL_PREFIX) and isinstance(x, torch.Tensor)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from transformers import ProcessorMixin
 from polylens.core import MediaKind
 from polylens.errors import InternalError, PolylensError, RequestError, first_line
 from polylens.models.item_processor import ItemProcessor, WholeProcessor, media_part, media_token
-from polylens.models.prepared import ProcessedItem
+from polylens.models.prepared import ProcessedItem, pixel_tensors
 from polylens.models.template_limit import template_limit
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ProcessorCall:
     def inputs(self) -> dict[str, torch.Tensor]:
         """All that the processor returned beside the ids. Raises RequestError where it did not take the media."""
         for kind, part in self._parts.items():
-            if part.items and not any(name.startswith("pixel_values") for name in self._output):
+            if part.items and not pixel_tensors(self._output):
                 raise RequestError(f"the chat template places no {kind}s where the messages have them", "messages")
         return {name: torch.as_tensor(value) for name, value in self._output.items() if name != "input_ids"}
 

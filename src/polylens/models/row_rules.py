@@ -14,12 +14,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from polylens.errors import RowRuleError
+from polylens.models.prepared import pixel_tensors
 
 if TYPE_CHECKING:
     import torch
-
-PIXEL_PREFIX = "pixel_values"
-"""transformers names an item's pixel tensors `pixel_values`, `pixel_values_videos`, `pixel_values_local`."""
 
 EXTENTS = ("image_sizes", "target_sizes", "target_sizes_videos")
 """Height and width of each picture, for encoders that pad pictures to one size or pack them in one strip."""
@@ -86,7 +84,7 @@ class ItemSize:
         counted as one patch, or by their area where they differ in it; (images, patches, d) is padded: images
         count as tiles, real patches as patches. Raises RowRuleError for any other shape.
         """
-        pixels = [t for name, t in item.tensors.items() if name.startswith(PIXEL_PREFIX)]
+        pixels = list(pixel_tensors(item.tensors).values())
         if not pixels:
             raise RowRuleError(f"an item needs a pixel tensor; it has the tensors {sorted(item.tensors)}")
         if len(pixels) > 1:

@@ -15,7 +15,8 @@ from vllm.multimodal.inputs import MultiModalBatchedField
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from polylens.models.features import ItemFeatures
-from polylens.models.row_rules import PIXEL_PREFIX, ItemSize
+from polylens.models.prepared import PIXEL_PREFIX
+from polylens.models.row_rules import ItemSize
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
