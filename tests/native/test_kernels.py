@@ -136,7 +136,7 @@ def test_a_damaged_file_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     if compiled_kernels() is None:
         pytest.skip("no C compiler here")
     monkeypatch.setenv("POLYLENS_CACHE", str(tmp_path))
-    kept = library._file(library._compiler())
+    kept = library.kernels_file(library.find_compiler())
     kept.parent.mkdir()
     kept.write_bytes(content)
     assert compiled_kernels.__wrapped__() is not None

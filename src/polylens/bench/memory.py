@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from polylens.bench.sides import Side
-from polylens.core import LayerKind
+from polylens.engine.measure import largest_layer_bytes
 from polylens.engine.peak import peak_bytes
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from polylens.bench.result import Result
     from polylens.bench.setting import Setting
-    from polylens.engine.llm import LLM
 
 NUM_ADAPTERS = 2
 
@@ -29,7 +28,7 @@ def mixed_batch(setting: Setting) -> Iterator[Result]:
             side = Side(llm)
             prepared = side.prepare([setting.picture_request(name, seed) for seed, name in enumerate(names)])
             peaks.append(peak_bytes(llm.loaded.device, partial(side.until_done_s, prepared)))
-            largest = largest_layer_bytes(llm)
+            largest = largest_layer_bytes(llm.loaded)
     yield setting.compare(
         f"peak memory of a mixed batch minus that of the same batch of the base model ({peaks[1] / 1e6:.0f} MB), "
         "vs the largest adapted layer",
@@ -38,9 +37,3 @@ def mixed_batch(setting: Setting) -> Iterator[Result]:
         1.1,
         "bytes",
     )
-
-
-def largest_layer_bytes(llm: LLM) -> int:
-    specs = llm.loaded.layers.specs.values()
-    sizes = [spec.in_features * spec.out_features for spec in specs if spec.kind is LayerKind.LINEAR]
-    return max(sizes) * llm.loaded.dtype.itemsize

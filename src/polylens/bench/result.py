@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 import transformers
 
-from polylens.lora.cost import processor_name
+from polylens.native.processor import processor_name
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class _Measurement:
         self.config = config
 
     def run(self) -> Needs:
-        least = Needs(self._largest_layer_bytes(), self.loaded.max_model_len)
+        least = Needs(largest_layer_bytes(self.loaded), self.loaded.max_model_len)
         if self.loaded.is_hosted:
             return least
         self._text = TextRunner(self.loaded)
@@ -300,9 +300,11 @@ class _Measurement:
         chosen = [spec for spec in specs if (spec.component is Component.LANGUAGE_MODEL) == language]
         return max(1, sum(spec.in_features * spec.out_features for spec in chosen if _is_matrix(spec.kind)))
 
-    def _largest_layer_bytes(self) -> int:
-        sizes = [s.in_features * s.out_features for s in self.loaded.layers.specs.values() if _is_matrix(s.kind)]
-        return max(sizes, default=0) * self.loaded.dtype.itemsize
+
+def largest_layer_bytes(loaded: LoadedModel) -> int:
+    """Bytes of the largest weight that an adapter may change: the scratch that one layer's fused delta takes."""
+    sizes = [spec.in_features * spec.out_features for spec in loaded.layers.specs.values() if _is_matrix(spec.kind)]
+    return max(sizes, default=0) * loaded.dtype.itemsize
 
 
 def _is_matrix(kind: LayerKind) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ import torch
 
 from polylens.config import ApplyMode
 from polylens.disk_cache import DiskCache
+from polylens.native.processor import processor_name
 
 Way = Literal["factored", "fused"]
 
@@ -98,16 +98,6 @@ def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype),
         "torch": torch.__version__,
     }
-
-
-def processor_name() -> str:
-    """What the system calls the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
-    return ", ".join(sorted(names)) or platform.processor() or platform.machine()
 
 
 def _from_json(content: Mapping[str, Any]) -> Calibration:

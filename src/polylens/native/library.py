@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.disk_cache import default_cache_dir
+from polylens.native.processor import instructions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +123,7 @@ def compiled_kernels() -> Kernels | None:
 
 def _kept() -> Kernels | None:
     """Those that this machine has made before; None, too, where they are damaged or need what is not here."""
-    file = _file(_compiler())
+    file = kernels_file(find_compiler())
     if not file.is_file():
         return None
     try:
@@ -134,8 +135,8 @@ def _kept() -> Kernels | None:
 
 def _made() -> Kernels:
     """Compiled now; kept for other starts where the cache can be written."""
-    compiler = _compiler()
-    kept = _file(compiler)
+    compiler = find_compiler()
+    kept = kernels_file(compiler)
     with _workplace(kept.parent) as folder:
         made = _compile(compiler, Path(folder) / kept.name)
         kernels = _load(made)  # in memory from here on, wherever the file goes
@@ -159,13 +160,13 @@ def _load(file: Path) -> Kernels:
     return Kernels(ctypes.CDLL(str(file)))
 
 
-def _file(compiler: str) -> Path:
+def kernels_file(compiler: str) -> Path:
     """Where the compiled file is kept: its name tells all that it depends on."""
-    facts = (SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, platform.machine(), _processor())
+    facts = (SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, platform.machine(), instructions())
     return default_cache_dir() / "native" / f"kernels-{hashlib.sha256(repr(facts).encode()).hexdigest()}.so"
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         found = shutil.which(name) if name else None
         if found:
@@ -184,12 +185,3 @@ def _compile(compiler: str, target: Path) -> Path:
     if done.returncode:
         raise OSError(f"{compiler} failed: {' '.join(done.stderr.split())[:300]}")
     return target
-
-
-def _processor() -> str:
-    """What `-march=native` depends on, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
