@@ -6,7 +6,7 @@ import builtins
 
 import pytest
 
-from polylens.cli.deploy import _parser, settings_of
+from polylens.cli.deploy import deploy_parser, settings_of
 from polylens.demo import data
 from polylens.errors import PolylensError, RequestError
 from polylens.hosts.ray.deploy import Cluster, deploy
@@ -18,7 +18,7 @@ def test_it_takes_the_flags_of_serve_and_those_of_replicas():
     pairs = {"--replicas": "2", "--max-replicas": "3", "--gpus-per-replica": "0.5", "--max-num-seqs": "4"}
     pairs |= {"--api-key": "k", "--lora-dir": str(adapter.parent), "--lora-modules": f"mine={adapter}"}
     flags = ["m", *(word for pair in pairs.items() for word in pair)]
-    settings = settings_of(_parser().parse_args(flags))
+    settings = settings_of(deploy_parser().parse_args(flags))
     assert (settings.model, settings.replicas, settings.max_replicas, settings.gpus) == ("m", 2, 3, 0.5)
     assert settings.engine.max_running == 4
     assert settings.server.api_keys == ("k",)
@@ -27,7 +27,7 @@ def test_it_takes_the_flags_of_serve_and_those_of_replicas():
 
 
 def test_without_a_model_it_is_the_demo():
-    settings = settings_of(_parser().parse_args([]))
+    settings = settings_of(deploy_parser().parse_args([]))
     assert settings.model == str(data.model_path())
     assert set(settings.adapters) == set(data.adapter_paths())
 
@@ -44,7 +44,7 @@ def test_without_a_model_it_is_the_demo():
 )
 def test_mistakes_are_one_line(flags: list[str], says: str):
     with pytest.raises(RequestError, match=says):
-        settings_of(_parser().parse_args(flags))
+        settings_of(deploy_parser().parse_args(flags))
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
-from polylens.cli import main, options
+from polylens.cli import main
 from polylens.config import EngineConfig
 from polylens.errors import MediaError
 
@@ -45,27 +45,37 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
         exit_code(monkeypatch, ZeroDivisionError())
 
 
-def test_all_shared_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
-    seen: dict[str, object] = {}
+MODEL_OPTIONS = ["--dtype", "bfloat16", "--device", "cuda", "--max-model-len", "5", "--kv-bytes", "7"]
+MODEL_CONFIG = EngineConfig("bfloat16", "cuda", trust_remote_code=True, max_model_len=5, kv_bytes=7)
 
-    class Told:
-        """Stands in for the LLM. Its adapters bring no processing of their own."""
 
-        def __init__(self, model: str, **given: object) -> None:
-            seen.update(model=model, **given)
-            self.registry = SimpleNamespace(report=lambda name: SimpleNamespace(processing=()))
+@pytest.mark.parametrize(
+    ("line", "config"),
+    [
+        (["run", "m", "--prompt", "x"], EngineConfig()),
+        (["run", "m", "--prompt", "x", *MODEL_OPTIONS, "--trust-remote-code"], MODEL_CONFIG),
+        (["plan", "m", *MODEL_OPTIONS, "--trust-remote-code"], MODEL_CONFIG),
+        (
+            ["run", "m", "--prompt", "x", "--no-adapter-processor", "--no-adapter-template"],
+            EngineConfig(adapter_processors=False, adapter_templates=False),
+        ),
+        (
+            ["plan", "m", "--vision-cache-bytes", "0", "--adapter-device-bytes", "9"],
+            EngineConfig(vision_cache_bytes=0, adapter_device_bytes=9),
+        ),
+    ],
+)
+def test_options_of_the_model_reach_the_engine(
+    line: list[str], config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading: dict[str, object] = {}
 
-    monkeypatch.setattr("polylens.LLM", Told, raising=False)
-    given = options.ModelOptions("m", options.DType.BFLOAT16, "cuda", 5, 7, trust_remote_code=True)
-    options.open_llm(given, {"a": "b"})
-    config = EngineConfig(
-        dtype="bfloat16",
-        device="cuda",
-        max_model_len=5,
-        kv_bytes=7,
-        trust_remote_code=True,
-        show_progress=sys.stderr.isatty(),
-    )
-    assert seen == {"model": "m", "adapters": {"a": "b"}, "config": config}
-    options.open_llm(options.ModelOptions("m"), {})
-    assert seen["config"] == EngineConfig(show_progress=sys.stderr.isatty())
+    def load(model: str, adapters: object = None, *, config: EngineConfig) -> None:
+        loading.update(model=model, config=config)
+        raise MediaError("enough")
+
+    monkeypatch.setattr("polylens.LLM", load, raising=False)
+    monkeypatch.setattr(sys, "argv", ["polylens", *line])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert loading == {"model": "m", "config": replace(config, show_progress=sys.stderr.isatty())}

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from polylens.cli.serve import _folder, engine_config, lora_modules, server_options
 from polylens.cli.serve_flags import GROUPS, make_parser, with_flags
+from polylens.cli.serve_options import engine_config, folder_named, lora_modules, server_options
 from polylens.config import EngineConfig
 from polylens.errors import ModelLoadError, PolylensError, RequestError
 from polylens.server.options import ServerOptions
@@ -105,7 +105,7 @@ def test_a_home_that_nobody_has_is_no_folder():
     with pytest.raises(ModelLoadError, match="~nobody-of-that-name"):
         stated_defaults("~nobody-of-that-name/model")
     with pytest.raises(RequestError, match="--lora-dir: no such folder: ~nobody-of-that-name"):
-        _folder("~nobody-of-that-name/adapters", "--lora-dir")
+        folder_named("~nobody-of-that-name/adapters", "--lora-dir")
 
 
 def test_sampling_defaults_of_a_folder(tmp_path: Path):

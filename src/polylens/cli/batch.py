@@ -12,19 +12,13 @@ import typer
 
 from polylens.cli.options import (
     AdapterOption,
-    DeviceOption,
-    DType,
-    DTypeOption,
-    KvBytesOption,
-    MaxModelLenOption,
     ModelArgument,
-    ModelOptions,
-    NoAdapterProcessorOption,
-    NoAdapterTemplateOption,
-    TrustOption,
+    adapted_config,
     open_llm,
     parse_adapters,
+    takes,
 )
+from polylens.config import EngineConfig
 from polylens.errors import RequestError
 
 if TYPE_CHECKING:
@@ -34,7 +28,9 @@ if TYPE_CHECKING:
     from polylens.engine.llm import LLM
 
 
+@takes(adapted_config)
 def batch(
+    config: EngineConfig,
     model: ModelArgument,
     input_file: Annotated[
         Path, typer.Option("--input", metavar="FILE", help="Requests, one JSON object a line (OpenAI batch format).")
@@ -46,13 +42,6 @@ def batch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the answers that an earlier run left in FILE.partial.")
     ] = False,
-    dtype: DTypeOption = DType.AUTO,
-    device: DeviceOption = "cpu",
-    max_model_len: MaxModelLenOption = None,
-    kv_bytes: KvBytesOption = None,
-    trust_remote_code: TrustOption = False,
-    no_adapter_processor: NoAdapterProcessorOption = False,
-    no_adapter_template: NoAdapterTemplateOption = False,
 ) -> None:
     """Answer a file of requests in the OpenAI batch format, all adapters mixed in one batch.
 
@@ -67,21 +56,11 @@ def batch(
     from polylens.cli.batch_run import answer_lines
     from polylens.engine.progress import progress_bar
 
-    options = ModelOptions(
-        model,
-        dtype,
-        device,
-        max_model_len,
-        kv_bytes,
-        trust_remote_code,
-        adapter_processors=not no_adapter_processor,
-        adapter_templates=not no_adapter_template,
-    )
     adapters = parse_adapters(adapter)
     _check_output(input_file, output_file)
     lines = read_lines(input_file)
-    with open_llm(options, adapters) as llm:
-        made_by = _made_by(options, llm)
+    with open_llm(model, adapters, config) as llm:
+        made_by = _made_by(model, llm)
         with Journal(journal_of(output_file), made_by, resume=resume) as journal, _said(journal):
             with progress_bar(len(lines), sys.stderr.isatty()) as advance:
                 written = answer_lines(llm, model, lines, input_file.absolute().parent, journal, advance)
@@ -91,11 +70,11 @@ def batch(
     print(f"{num_answered} of {len(lines)} requests answered: {output_file}", file=sys.stderr)
 
 
-def _made_by(options: ModelOptions, llm: LLM) -> dict[str, Any]:
+def _made_by(model: str, llm: LLM) -> dict[str, Any]:
     """What the answers depend on beside the lines: a journal of other answers is not gone on from."""
     contents = {name: llm.registry.get(name).content for name in llm.adapters}
     digests = {name: f"{digests.whole} {processing}" for name, (digests, processing) in contents.items()}
-    return {"model": options.model, "dtype": str(llm.loaded.dtype), "adapters": digests}
+    return {"model": model, "dtype": str(llm.loaded.dtype), "adapters": digests}
 
 
 @contextmanager

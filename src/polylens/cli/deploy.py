@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from polylens.cli.serve import (
-    _at_least,
-    _check_names,
-    _demo_adapters,
-    _folder,
-    _model,
-    _template,
-    engine_config,
-    lora_modules,
-    server_options,
-)
 from polylens.cli.serve_flags import make_parser
+from polylens.cli.serve_options import (
+    adapters_named,
+    check_at_least,
+    check_names,
+    engine_config,
+    folder_named,
+    model_or_demo,
+    server_options,
+    template_in,
+)
 
 if TYPE_CHECKING:
     from polylens.hosts.ray.settings import Settings
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 def deploy(context: typer.Context) -> None:
     """Serve a model and its adapters with several replicas."""
-    arguments = _parser().parse_args(context.args)
+    arguments = deploy_parser().parse_args(context.args)
     logging.basicConfig(level=arguments.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     settings = settings_of(arguments)
     from polylens.hosts.ray.deploy import Cluster, deploy
@@ -46,14 +45,14 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     from polylens.hosts.ray.settings import Settings, below
 
     for name in ("target_requests", "object_store_bytes"):
-        _at_least(arguments, name, 1)
+        check_at_least(arguments, name, 1)
     options = server_options(arguments)
-    adapters = lora_modules(arguments.lora_modules or ()) if arguments.lora_modules else _demo_adapters(arguments.model)
-    folder = _folder(arguments.lora_dir, "--lora-dir")
+    adapters = adapters_named(arguments)
+    folder = folder_named(arguments.lora_dir, "--lora-dir")
     lazy = below(folder) if folder is not None else {}
-    _check_names(options, adapters, lazy)
+    check_names(options, adapters, lazy)
     return Settings(
-        model=_model(arguments.model),
+        model=model_or_demo(arguments.model),
         replicas=arguments.replicas,
         max_replicas=arguments.max_replicas,
         target_requests=arguments.target_requests,
@@ -65,14 +64,14 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         gpus=arguments.gpus_per_replica,
         routing=arguments.routing,
         max_queue=arguments.max_queue,
-        chat_template=_template(arguments.chat_template),
+        chat_template=template_in(arguments.chat_template),
         generation_config=arguments.generation_config,
         engine=engine_config(arguments),
         server=options,
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def deploy_parser() -> argparse.ArgumentParser:
     """The flags of `polylens serve`, and those of the replicas."""
     from polylens.hosts.ray.deploy import OBJECT_STORE_BYTES
     from polylens.hosts.ray.settings import ADAPTERS_PER_REPLICA, TARGET_REQUESTS

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from polylens.config import EngineConfig
 from polylens.core import BASE_NAME
 from polylens.errors import AdapterFormatError, RequestError
 
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from polylens.engine.llm import LLM
+
+T = TypeVar("T")
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -134,39 +140,62 @@ def check_use(name: str | None, adapters: dict[str, str]) -> str | None:
     return name
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """How a command loads its model, as the options say that `run` and `batch` share."""
+def takes(make: Callable[..., EngineConfig]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command the options that `make` reads, in place of its parameter `config`: that becomes what it makes."""
+    options = inspect.signature(make, eval_str=True).parameters
 
-    model: str
-    dtype: DType = DType.AUTO
-    device: str = "cpu"
-    max_model_len: int | None = None
-    kv_bytes: int | None = None
-    trust_remote_code: bool = False
-    adapter_processors: bool = True
-    adapter_templates: bool = True
+    def with_options(command: Callable[..., T]) -> Callable[..., T]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [option for name, option in signature.parameters.items() if name != "config"]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> T:
+            return command(config=make(**{name: given.pop(name) for name in options}), **given)
+
+        # What typer reads.
+        shown = signature.replace(parameters=[*own, *options.values()])
+        run.__signature__ = shown  # type: ignore[attr-defined]
+        run.__annotations__ = {name: option.annotation for name, option in shown.parameters.items()}
+        return run
+
+    return with_options
 
 
-def open_llm(options: ModelOptions, adapters: dict[str, str]) -> LLM:
-    """Load the model and its adapters. Progress is shown where a person looks on.
-
-    What the adapters' folders change of the processing is told on standard error.
-    """
-    from polylens import LLM
-    from polylens.config import EngineConfig
-
-    config = EngineConfig(
-        dtype=options.dtype.value,
-        device=options.device,
-        max_model_len=options.max_model_len,
-        kv_bytes=options.kv_bytes,
-        trust_remote_code=options.trust_remote_code,
+def model_config(
+    dtype: DTypeOption = DType.AUTO,
+    device: DeviceOption = "cpu",
+    max_model_len: MaxModelLenOption = None,
+    kv_bytes: KvBytesOption = None,
+    trust_remote_code: TrustOption = False,
+) -> EngineConfig:
+    """How a command loads its model. Progress is shown where a person looks on."""
+    return EngineConfig(
+        dtype=dtype.value,
+        device=device,
+        max_model_len=max_model_len,
+        kv_bytes=kv_bytes,
+        trust_remote_code=trust_remote_code,
         show_progress=sys.stderr.isatty(),
-        adapter_processors=options.adapter_processors,
-        adapter_templates=options.adapter_templates,
     )
-    llm = LLM(options.model, adapters=adapters, config=config)
+
+
+@takes(model_config)
+def adapted_config(
+    config: EngineConfig,
+    no_adapter_processor: NoAdapterProcessorOption = False,
+    no_adapter_template: NoAdapterTemplateOption = False,
+) -> EngineConfig:
+    """How a command loads a model that gets adapters."""
+    return dataclasses.replace(
+        config, adapter_processors=not no_adapter_processor, adapter_templates=not no_adapter_template
+    )
+
+
+def open_llm(model: str, adapters: dict[str, str], config: EngineConfig) -> LLM:
+    """Load the model and its adapters. What their folders change of the processing is told on standard error."""
+    from polylens import LLM
+
+    llm = LLM(model, adapters=adapters, config=config)
     for name in adapters:
         if brought := llm.registry.report(name).processing:
             print(f"polylens: adapter {name!r} has its own {', '.join(brought)}", file=sys.stderr)

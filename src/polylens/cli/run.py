@@ -9,21 +9,15 @@ import typer
 
 from polylens.cli.options import (
     AdapterOption,
-    DeviceOption,
-    DType,
-    DTypeOption,
     JsonOption,
-    KvBytesOption,
-    MaxModelLenOption,
     ModelArgument,
-    ModelOptions,
-    NoAdapterProcessorOption,
-    NoAdapterTemplateOption,
-    TrustOption,
+    adapted_config,
     check_use,
     open_llm,
     parse_adapters,
+    takes,
 )
+from polylens.config import EngineConfig
 from polylens.core import BASE_NAME, ChatRequest, Completion
 from polylens.errors import RequestError
 
@@ -36,7 +30,9 @@ DEFAULT_MAX_TOKENS = 256
 """Where nothing is said: short enough that a question about a picture ends soon."""
 
 
+@takes(adapted_config)
 def run(
+    config: EngineConfig,
     model: ModelArgument,
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What to ask.")],
     adapter: AdapterOption = None,
@@ -79,13 +75,6 @@ def run(
         ),
     ] = None,
     json_output: JsonOption = False,
-    dtype: DTypeOption = DType.AUTO,
-    device: DeviceOption = "cpu",
-    max_model_len: MaxModelLenOption = None,
-    kv_bytes: KvBytesOption = None,
-    trust_remote_code: TrustOption = False,
-    no_adapter_processor: NoAdapterProcessorOption = False,
-    no_adapter_template: NoAdapterTemplateOption = False,
 ) -> None:
     """Answer one prompt about pictures or videos, with one of the adapters or with the base model.
 
@@ -93,16 +82,6 @@ def run(
 
     Prints the answer's text only; with --json an object with text, token_ids, finish_reason and usage.
     """
-    options = ModelOptions(
-        model,
-        dtype,
-        device,
-        max_model_len,
-        kv_bytes,
-        trust_remote_code,
-        adapter_processors=not no_adapter_processor,
-        adapter_templates=not no_adapter_template,
-    )
     adapters = parse_adapters(adapter)
     chosen = check_use(use, adapters)
     given = {
@@ -114,7 +93,7 @@ def run(
         "seed": seed,
     }
     request = _request(given, fields, _content(image or (), video or (), prompt), chosen)
-    with open_llm(options, adapters) as llm:
+    with open_llm(model, adapters, config) as llm:
         (completion,) = llm.generate([request])
     assert isinstance(completion, Completion)
     typer.echo(json.dumps(completion_json(completion), ensure_ascii=False) if json_output else completion.text)
