@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from polylens.config import EngineConfig
-from polylens.engine.kv import measure_kv
+from polylens.engine.kv import MeasuredText
 from polylens.models import loading
 from polylens.models.families import FamilyNotes, TwoWay, notes_for
 from polylens.models.loading import load_model
-from polylens.models.text import TextRunner
 from tests.parity.harness import Bench, Case
 
 
@@ -31,5 +30,5 @@ def test_pictures_seen_otherwise_give_other_answers(
 
 
 def test_layers_that_share_keys_and_values_keep_none(bench_of: Callable[[str], Bench]) -> None:
-    layers, _ = measure_kv(TextRunner(load_model(bench_of("gemma4").checkpoint, EngineConfig())), 1)
+    layers = MeasuredText.of(load_model(bench_of("gemma4").checkpoint, EngineConfig())).layers
     assert {number: kv.key for number, kv in layers.items()} == {0: (2, 8), 1: (2, 16)}

@@ -14,6 +14,7 @@ from polylens.engine.adaptable import Adaptable
 from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.adapter_store import AdapterStore
 from polylens.engine.host import HostExecutor
+from polylens.engine.kv import MeasuredText
 from polylens.engine.logit_rules import LogitRules
 from polylens.engine.measure import make_plan
 from polylens.engine.paged import PagedExecutor
@@ -83,7 +84,8 @@ class Engine:
         """Whose rows the layers compute, in the forward that runs now."""
         self._kernels = _kernels(loaded, config)
         make_linears_fast(loaded.model, *(() if loaded.is_hosted else (loaded.text_model, loaded.head)))
-        self.plan = make_plan(loaded, self.context, config)
+        text = None if loaded.is_hosted else MeasuredText.of(loaded)
+        self.plan = make_plan(loaded, text, self.context, config)
         self._adapter_files = AdapterFiles(loaded, config)
         self.registry = AdapterStore(
             self._adapter_files.read,
@@ -101,8 +103,8 @@ class Engine:
         )
         self._executor: Executor = (
             HostExecutor(loaded, config, self.context)
-            if loaded.is_hosted
-            else PagedExecutor(loaded, config, self.context, self.vision, self.plan.kv_bytes, self._kernels)
+            if text is None
+            else PagedExecutor(loaded, text, config, self.context, self.vision, self.plan.kv_bytes, self._kernels)
         )
         limits = self._executor.limits
         self.max_running = limits.max_running

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.models.attention import RaggedBatch, SequenceRows
+from polylens.models.positions import position_rows
+from polylens.models.text import TextRunner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from polylens.models.loading import LoadedModel
     from polylens.models.recurrent import CarriedState
-    from polylens.models.text import TextRunner
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class _ShapeRecorder:
         raise AssertionError("a fresh sequence has no context to read")
 
 
-def measure_kv(text: TextRunner, position_rows: int) -> tuple[dict[int, LayerKV], int]:
+@torch.inference_mode()
+def _measure_kv(text: TextRunner, position_rows: int) -> tuple[dict[int, LayerKV], int]:
     """Learn every layer's cache shape by running one token: heads and widths may differ from layer to layer.
 
     position_rows: 3 for multimodal rotary positions, else 1. Also returns the bytes of the state that a sequence
@@ -87,6 +90,32 @@ def measure_kv(text: TextRunner, position_rows: int) -> tuple[dict[int, LayerKV]
     recorder = _ShapeRecorder()
     carried = _run_apart(text, 1, position_rows, recorder)
     return recorder.layers, sum(state.num_bytes for state in carried)
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredText:
+    """A loaded text model, with what its layers keep: of each token, and of a sequence beside its tokens."""
+
+    runner: TextRunner
+    position_rows: int
+    layers: Mapping[int, LayerKV]
+    state_bytes: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> MeasuredText:
+        runner, rows = TextRunner(loaded), position_rows(loaded.inner)
+        layers, state_bytes = _measure_kv(runner, rows)
+        return cls(runner, rows, layers, state_bytes, loaded.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(kv.num_elements for kv in self.layers.values()) * self.dtype.itemsize
+
+    def storage(self, num_pages: int, page_tokens: int) -> PagedKV:
+        return PagedKV(
+            self.layers, num_pages=num_pages, page_tokens=page_tokens, dtype=self.dtype, device=self.runner.device
+        )
 
 
 def rehearse(text: TextRunner, num_tokens: int, position_rows: int) -> None:
@@ -102,7 +131,3 @@ def _run_apart(text: TextRunner, num_tokens: int, position_rows: int, store: _Sh
     positions = torch.arange(num_tokens, device=text.device).expand(position_rows, -1)
     text.forward(tokens.to(text.device), positions, batch, None)
     return carried
-
-
-def bytes_per_token(layers: Mapping[int, LayerKV], dtype: torch.dtype) -> int:
-    return sum(kv.num_elements for kv in layers.values()) * dtype.itemsize

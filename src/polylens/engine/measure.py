@@ -17,7 +17,6 @@ import transformers
 from polylens.core import Component, LayerKind, SamplingParams
 from polylens.disk_cache import DiskCache
 from polylens.engine.available import budget_and_free
-from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv
 from polylens.engine.peak import peak_bytes
 from polylens.engine.plan import Curve, MemoryPlan, Needs, plan_memory
 from polylens.engine.runner import Runner
@@ -28,15 +27,15 @@ from polylens.errors import MediaError
 from polylens.models.encoder import ItemFeatures, encode
 from polylens.models.families import TwoWay
 from polylens.models.loading import is_text_only
-from polylens.models.positions import position_rows, two_way_spans
+from polylens.models.positions import two_way_spans
 from polylens.models.probe_items import picture_item, picture_prompt, synthetic_items, video_item
 from polylens.models.probe_model import architecture
-from polylens.models.text import TextRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from polylens.config import EngineConfig
+    from polylens.engine.kv import MeasuredText
     from polylens.lora.context import RoutingContext
     from polylens.models.loading import LoadedModel
     from polylens.models.prepared import ProcessedItem
@@ -63,11 +62,16 @@ _LARGEST_SIDE = 2048
 """Sides of square pictures tried (pixels): processors scale beyond any size down to their own limit."""
 
 
-def make_plan(loaded: LoadedModel, context: RoutingContext, config: EngineConfig) -> MemoryPlan:
-    """The memory plan of a loaded model. Raises ModelLoadError when it does not fit."""
+def make_plan(
+    loaded: LoadedModel, text: MeasuredText | None, context: RoutingContext, config: EngineConfig
+) -> MemoryPlan:
+    """The memory plan of a loaded model; text: None where transformers generates.
+
+    Raises ModelLoadError when it does not fit.
+    """
     budget, free = budget_and_free(loaded.device, config.gpu_memory_utilization)
     plan = plan_memory(
-        measure_needs(loaded, context, config),
+        measure_needs(loaded, text, context, config),
         config,
         budget_bytes=budget,
         free_bytes=free,
@@ -77,14 +81,16 @@ def make_plan(loaded: LoadedModel, context: RoutingContext, config: EngineConfig
     return plan
 
 
-def measure_needs(loaded: LoadedModel, context: RoutingContext, config: EngineConfig) -> Needs:
+def measure_needs(
+    loaded: LoadedModel, text: MeasuredText | None, context: RoutingContext, config: EngineConfig
+) -> Needs:
     """What `loaded` needs; from disk where it was measured before."""
     cache = DiskCache("memory-needs", VERSION)
     facts = _facts(loaded, config)
     known = cache.load(facts, _from_json)
     if known is None:
         with torch.inference_mode():
-            known = _Measurement(loaded, context, config).run()
+            known = _without_runs(loaded) if text is None else _Measurement(loaded, text, context, config).run()
         cache.store(facts, _to_json(known))
     return known
 
@@ -118,27 +124,27 @@ def _curve(points: Any) -> Curve:
     return Curve(tuple((int(size), int(most)) for size, most in points))
 
 
+def _without_runs(loaded: LoadedModel) -> Needs:
+    return Needs(largest_layer_bytes(loaded), loaded.max_model_len)
+
+
 class _Measurement:
-    def __init__(self, loaded: LoadedModel, context: RoutingContext, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, text: MeasuredText, context: RoutingContext, config: EngineConfig) -> None:
         self.loaded = loaded
+        self._text = text
         self.context = context
         self.config = config
 
     def run(self) -> Needs:
-        least = Needs(largest_layer_bytes(self.loaded), self.loaded.max_model_len)
-        if self.loaded.is_hosted:
-            return least
-        self._text = TextRunner(self.loaded)
-        self._kv_layers, state_bytes = measure_kv(self._text, position_rows(self.loaded.inner))
         features = None if is_text_only(self.loaded.config) else self._sample_features()
         self._longest_span = self._span_tokens()
         return replace(
-            least,
+            _without_runs(self.loaded),
             longest_span=self._longest_span,
             **self._of_media(features),
             step=self._step_curve(features),
-            kv_token_bytes=bytes_per_token(self._kv_layers, self.loaded.dtype),
-            state_bytes=state_bytes,
+            kv_token_bytes=self._text.token_bytes,
+            state_bytes=self._text.state_bytes,
         )
 
     def _of_media(self, features: ItemFeatures | None) -> dict[str, Any]:
@@ -251,14 +257,7 @@ class _Measurement:
 
         The contexts all lie in one page: what is read is the same amount, and storage is not measured here.
         """
-        kv = PagedKV(
-            self._kv_layers,
-            num_pages=1,
-            page_tokens=self.config.page_tokens,
-            dtype=self.loaded.dtype,
-            device=self.loaded.device,
-        )
-        runner = Runner(self._text, kv, self.context)
+        runner = Runner(self._text.runner, self._text.storage(1, self.config.page_tokens), self.context)
         context = self._context(num_tokens)
         decodes = min(self.config.max_running * num_tokens // self._longest_step, num_tokens - 1)
         chunk = num_tokens - decodes
@@ -269,17 +268,16 @@ class _Measurement:
         return lambda: runner.run(entries, given).softmax(-1)
 
     def _entry(self, runner: Runner, context: int, num_new: int, media: tuple[MediaSpan, ...] = ()) -> StepEntry:
-        rows = position_rows(self.loaded.inner)
         start = context - num_new
         seq = Sequence(
             request_id="measurement",
             adapter=None,
             prompt_ids=[0] * context,
             sampling=SamplingParams(),
-            positions=torch.arange(context).expand(rows, -1),
+            positions=torch.arange(context).expand(self._text.position_rows, -1),
             page_table=[0] * -(-context // self.config.page_tokens),
         )
-        if self._text.carries_state and start > 0:  # a state's size is that of one token's
+        if self._text.runner.carries_state and start > 0:  # a state's size is that of one token's
             runner.run([StepEntry(seq, 0, 1, samples=True)], {})
             assert seq.carried is not None
             seq.carried.num_tokens = start

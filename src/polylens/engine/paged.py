@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.engine.executor import Limits
-from polylens.engine.kv import PagedKV, bytes_per_token, measure_kv, rehearse
+from polylens.engine.kv import rehearse
 from polylens.engine.pages import pages_for
 from polylens.engine.plan import affordable_running
 from polylens.engine.runner import Runner
@@ -16,14 +16,14 @@ from polylens.engine.sequence import MediaSpan
 from polylens.engine.vision import EncodeJob, VisionStage
 from polylens.errors import PolylensError
 from polylens.lora.routing import segments
-from polylens.models.positions import position_rows, two_way_spans
-from polylens.models.text import TextRunner
+from polylens.models.positions import two_way_spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from polylens.config import EngineConfig
     from polylens.engine import sequence
+    from polylens.engine.kv import MeasuredText
     from polylens.engine.scheduler import StepEntry
     from polylens.lora.context import RoutingContext
     from polylens.models.features import ItemFeatures
@@ -50,6 +50,7 @@ class PagedExecutor:
     def __init__(
         self,
         loaded: LoadedModel,
+        text: MeasuredText,
         config: EngineConfig,
         context: RoutingContext,
         vision: VisionStage,
@@ -57,37 +58,31 @@ class PagedExecutor:
         kernels: Kernels | None = None,
     ) -> None:
         """kv_bytes: for KV pages, and the states that sequences carry beside them. kernels: for decode steps."""
-        text = TextRunner(loaded)
-        with torch.inference_mode():
-            layers, state_bytes = measure_kv(text, position_rows(loaded.inner))
-        page_bytes = bytes_per_token(layers, loaded.dtype) * config.page_tokens
-        max_running = affordable_running(config, kv_bytes, page_bytes, state_bytes)
+        page_bytes = text.token_bytes * config.page_tokens
+        max_running = affordable_running(config, kv_bytes, page_bytes, text.state_bytes)
         usable = max_running * pages_for(loaded.max_model_len, config.page_tokens)
-        num_pages = min(usable, (kv_bytes - max_running * state_bytes) // page_bytes)
-        kv = PagedKV(
-            layers, num_pages=num_pages, page_tokens=config.page_tokens, dtype=loaded.dtype, device=loaded.device
-        )
+        num_pages = min(usable, (kv_bytes - max_running * text.state_bytes) // page_bytes)
+        kv = text.storage(num_pages, config.page_tokens)
         self.limits = Limits(
             num_pages,
             config.page_tokens,
             config.max_step_tokens,
             max_running,
             # Pages hold no state: a sequence whose layers carry one cannot begin in the middle.
-            shares_pages=config.prefix_cache and not text.carries_state,
-            state_bytes=state_bytes,
+            shares_pages=config.prefix_cache and not text.runner.carries_state,
+            state_bytes=text.state_bytes,
         )
         self._text = text
         self._context = context
-        self._position_rows = position_rows(loaded.inner)
         self._two_way = loaded.two_way
         self._vision = vision
-        self._runner = Runner(text, kv, context, kernels)
+        self._runner = Runner(text.runner, kv, context, kernels)
         self._media: dict[str, _Media] = {}
 
     @torch.inference_mode()
     def rehearse(self, num_tokens: int) -> None:
         with self._context.text(segments([num_tokens], [None])):
-            rehearse(self._text, num_tokens, self._position_rows)
+            rehearse(self._text.runner, num_tokens, self._text.position_rows)
 
     def start(self, seq: sequence.Sequence, prompt: PreparedPrompt) -> None:
         jobs = [EncodeJob.of(item, seq.adapter, seq.cache_salt) for item in prompt.items]
