@@ -1,4 +1,4 @@
-"""`polylens batch` as a process."""
+"""`polylens batch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`polylens demo` as a process, with a few pictures of each domain."""
+"""`polylens demo`, with a few pictures of each domain."""
 
 from __future__ import annotations
 

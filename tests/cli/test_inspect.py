@@ -1,4 +1,4 @@
-"""`polylens inspect` as a process."""
+"""`polylens inspect`."""
 
 from __future__ import annotations
 

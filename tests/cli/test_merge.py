@@ -1,4 +1,4 @@
-"""`polylens merge` as a process."""
+"""`polylens merge`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`polylens run` as a process."""
+"""`polylens run`."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ import pytest
 from polylens import LLM, Completion, SamplingParams
 from polylens.cli import main
 from tests.cli.conftest import Shop
-from tests.cli.process import assert_refused, polylens
+from tests.cli.process import Done, assert_refused, polylens, polylens_process
 from tests.families.adapters import make_adapter
 from tests.families.build import build_checkpoint
 
 QUESTION = "What is it?"
 
 
-def run(shop: Shop, *more: str | Path):
-    return polylens("run", shop.model, *shop.adapters, "--prompt", QUESTION, "--max-tokens", 8, *more)
+def run(shop: Shop, *more: str | Path, by: Callable[..., Done] = polylens) -> Done:
+    return by("run", shop.model, *shop.adapters, "--prompt", QUESTION, "--max-tokens", 8, *more)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def expected(shop: Shop) -> dict[str, Completion]:
 
 
 def test_json_has_the_answer_of_the_python_api(shop: Shop, expected: dict[str, Completion]):
-    done = run(shop, "--use", "eyes", "--image", shop.image, "--json")
+    more = ["--use", "eyes", "--image", shop.image, "--json"]
+    done = run(shop, *more, by=polylens_process)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     answer, right = json.loads(done.stdout), expected["eyes"]

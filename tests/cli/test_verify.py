@@ -1,4 +1,4 @@
-"""`polylens verify` as a process."""
+"""`polylens verify`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 
 from polylens.engine.compare import LOGIT_TOLERANCE
 from tests.cli.conftest import Shop
-from tests.cli.process import assert_refused, polylens
+from tests.cli.process import assert_refused, polylens, polylens_process
 
 
 def test_dynamic_equals_merged(shop: Shop):
-    done = polylens("verify", shop.model, *shop.adapters, "--image", shop.image, "--max-tokens", 4, "--json")
+    arguments = [shop.model, *shop.adapters, "--image", shop.image, "--max-tokens", "4", "--json"]
+    done = polylens_process("verify", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stderr == ""
     told = json.loads(done.stdout)
