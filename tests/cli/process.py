@@ -37,7 +37,7 @@ def polylens(*arguments: str | Path, cwd: Path | None = None) -> Done:
     return Done(line, int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
-def polylens_process(*arguments: str | Path, cwd: Path | None = None) -> Done:
+def polylens_process(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> Done:
     """One thread, like the tests themselves: several run beside each other."""
     return subprocess.run(
         [sys.executable, "-m", "polylens", *map(str, arguments)],
@@ -46,7 +46,7 @@ def polylens_process(*arguments: str | Path, cwd: Path | None = None) -> Done:
         cwd=cwd,
         timeout=TIMEOUT_S,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
     )
 
 

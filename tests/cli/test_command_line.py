@@ -38,6 +38,13 @@ def test_a_mistake_gets_one_line_from_a_process(tmp_path: Path):
     assert_refused(polylens_process("run", "no-such-model", "--prompt", "x", cwd=tmp_path), "cannot load model")
 
 
+@pytest.mark.full  # the hub's client tries again for half a minute
+@pytest.mark.parametrize("arguments", [("run", "org/model", "--prompt", "x"), ("inspect", "org/adapter")])
+def test_without_a_network_a_hub_id_gets_one_line(tmp_path: Path, arguments: list[str]):
+    nowhere = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    assert_refused(polylens_process(*arguments, cwd=tmp_path, **nowhere), arguments[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -100,6 +100,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler, which measures memory, warns of every start
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # each of its retries is a warning
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
 
 
