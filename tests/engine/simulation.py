@@ -15,8 +15,9 @@ from itertools import pairwise
 from polylens.core import Adapter, Digests, SamplingParams
 from polylens.engine.pages import PageAllocator
 from polylens.engine.prefix_cache import PrefixCache
-from polylens.engine.scheduler import AdapterGate, Scheduler, StepPlan
+from polylens.engine.scheduler import AdapterGate, Scheduler
 from polylens.engine.sequence import MediaSpan, Sequence
+from polylens.engine.step_plan import StepPlan
 
 NUM_TOKEN_IDS = 5
 MEDIA_TOKEN = 99

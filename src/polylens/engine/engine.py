@@ -23,8 +23,9 @@ from polylens.engine.prefix_cache import PrefixCache
 from polylens.engine.prepare import PreparedRequest, RequestToolbox, prepare_request
 from polylens.engine.prove import settled
 from polylens.engine.sampler import Sampled, Sampler, make_generator
-from polylens.engine.scheduler import Scheduler, StepPlan
+from polylens.engine.scheduler import Scheduler
 from polylens.engine.sequence import Sequence
+from polylens.engine.step_plan import StepPlan
 from polylens.engine.vision import VisionCache, VisionStage, encoder_rows
 from polylens.errors import InternalError, PolylensError, RequestError
 from polylens.lora.context import RoutingContext

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from polylens.engine import sequence
-    from polylens.engine.scheduler import StepEntry
+    from polylens.engine.step_plan import StepEntry
     from polylens.errors import PolylensError
     from polylens.models.prepared import PreparedPrompt
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from polylens.config import EngineConfig
     from polylens.engine import sequence
-    from polylens.engine.scheduler import StepEntry
+    from polylens.engine.step_plan import StepEntry
     from polylens.lora.context import RoutingContext
     from polylens.models.loading import LoadedModel
     from polylens.models.prepared import PreparedPrompt

@@ -20,8 +20,8 @@ from polylens.engine.available import budget_and_free
 from polylens.engine.peak import peak_bytes
 from polylens.engine.plan import Curve, MemoryPlan, Needs, plan_memory
 from polylens.engine.runner import Runner
-from polylens.engine.scheduler import StepEntry
 from polylens.engine.sequence import MediaSpan, Sequence
+from polylens.engine.step_plan import StepEntry
 from polylens.engine.vision import encoder_rows
 from polylens.errors import MediaError
 from polylens.models.encoder import ItemFeatures, encode

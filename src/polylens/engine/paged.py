@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polylens.config import EngineConfig
     from polylens.engine import sequence
     from polylens.engine.kv import MeasuredText
-    from polylens.engine.scheduler import StepEntry
+    from polylens.engine.step_plan import StepEntry
     from polylens.lora.context import RoutingContext
     from polylens.models.features import ItemFeatures
     from polylens.models.loading import LoadedModel

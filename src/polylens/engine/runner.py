@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from polylens.engine.kv import PagedKV
-    from polylens.engine.scheduler import StepEntry
+    from polylens.engine.step_plan import StepEntry
     from polylens.lora.context import RoutingContext
     from polylens.models.features import ItemFeatures
     from polylens.models.recurrent import CarriedState

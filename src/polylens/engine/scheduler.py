@@ -14,20 +14,18 @@ alone is refused at `add`.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from polylens.engine.fair_queue import FairQueue
-from polylens.engine.pages import pages_for
+from polylens.engine.page_pool import PagePool
 from polylens.engine.sequence import SequenceState
+from polylens.engine.step_plan import StepDraft, StepPlan
 from polylens.errors import InternalError, PromptTooLongError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from polylens.engine.pages import PageAllocator
     from polylens.engine.prefix_cache import PrefixCache
-    from polylens.engine.sequence import MediaSpan, Sequence
+    from polylens.engine.sequence import Sequence
 
 
 class AdapterGate(Protocol):
@@ -38,72 +36,6 @@ class AdapterGate(Protocol):
 
     def leave(self, seq: Sequence) -> None:
         """The sequence takes part in no step until it enters again."""
-
-
-@dataclass(frozen=True)
-class StepEntry:
-    """Compute tokens [start, stop) of `seq`, storing their KV in the pages of `seq.page_table`.
-
-    samples: the newest token is among them, so the last row's logits choose the next token.
-    """
-
-    seq: Sequence
-    start: int
-    stop: int
-    samples: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.seq.token_ids[self.start : self.stop]
-
-    @property
-    def media(self) -> tuple[MediaSpan, ...]:
-        """The media rows this chunk needs (positions count from the prompt's start, not the chunk's)."""
-        return self.seq.media_in(self.start, self.stop)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step: its entries, ordered so that those of one adapter are neighbours, the base model first."""
-
-    entries: tuple[StepEntry, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.entries)
-
-
-class _Draft:
-    """A plan in the making."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.preempted = False
-        self.entries: dict[Sequence, StepEntry] = {}
-        self.num_prefills = 0
-
-    def add(self, seq: Sequence, stop: int) -> None:
-        entry = StepEntry(seq, seq.num_computed, stop, samples=stop == seq.num_tokens)
-        self.entries[seq] = entry
-        self.budget -= entry.num_tokens
-        self.num_prefills += seq.num_remaining > 1
-
-    def drop(self, seq: Sequence) -> None:
-        entry = self.entries.pop(seq, None)
-        if entry is not None:
-            self.budget += entry.num_tokens
-            self.num_prefills -= seq.num_remaining > 1
-
-    def plan(self) -> StepPlan:
-        entries = list(self.entries.values())
-        groups: dict[object, int] = {None: 0}
-        for entry in entries:
-            groups.setdefault(entry.seq.adapter, len(groups))
-        return StepPlan(tuple(sorted(entries, key=lambda entry: groups[entry.seq.adapter])))
 
 
 class Scheduler:
@@ -130,11 +62,9 @@ class Scheduler:
     ) -> None:
         if min(page_tokens, max_step_tokens, max_running) < 1:
             raise ValueError("page_tokens, max_step_tokens and max_running must be at least 1")
-        self._page_tokens = page_tokens
+        self.pages = PagePool(page_tokens, allocator, prefix_cache)
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
-        self._allocator = allocator
-        self._prefix_cache = prefix_cache
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Prompt tokens of all sequences admitted so far; of these the prefix cache had `num_cached_tokens`."""
@@ -151,10 +81,6 @@ class Scheduler:
     # ---- what the engine calls
 
     @property
-    def allocator(self) -> PageAllocator:
-        return self._allocator
-
-    @property
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)
 
@@ -169,7 +95,7 @@ class Scheduler:
         """Queue a new sequence; PromptTooLongError if prompt and answer would not fit with all else removed."""
         # The last generated token is never computed, so it needs no place.
         longest = seq.num_prompt_tokens + seq.sampling.max_tokens - 1
-        needed, existing = pages_for(longest, self._page_tokens), self._allocator.num_pages
+        needed, existing = self.pages.for_tokens(longest), self.pages.num_pages
         if needed > existing:
             raise PromptTooLongError(
                 f"{seq.num_prompt_tokens} prompt tokens and up to {seq.sampling.max_tokens} new ones need {needed} KV "
@@ -180,7 +106,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step, its pages allocated. Empty only when all unfinished sequences wait for their adapters."""
-        draft = _Draft(self._max_step_tokens)
+        draft = StepDraft(self._max_step_tokens)
         self._plan_decodes(draft)
         self._plan_prefills(draft)
         if not draft.entries and self._running:
@@ -198,8 +124,7 @@ class Scheduler:
                     f"{seq.request_id}: {seq.num_computed} tokens computed, step began at {entry.start}"
                 )
             seq.num_computed = entry.stop
-            if self._prefix_cache is not None:
-                self._prefix_cache.insert(seq)
+            self.pages.remember(seq)
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence in any state, giving back its pages; one that has ended already is left alone."""
@@ -214,7 +139,7 @@ class Scheduler:
 
     # ---- planning
 
-    def _plan_decodes(self, draft: _Draft) -> None:
+    def _plan_decodes(self, draft: StepDraft) -> None:
         for seq in tuple(self._running):
             if draft.budget == 0:
                 return
@@ -223,7 +148,7 @@ class Scheduler:
             if decodes and self._make_room(seq, seq.num_tokens, draft):
                 draft.add(seq, seq.num_tokens)
 
-    def _plan_prefills(self, draft: _Draft) -> None:
+    def _plan_prefills(self, draft: StepDraft) -> None:
         for seq in tuple(self._running):
             if draft.budget == 0:
                 return
@@ -242,14 +167,14 @@ class Scheduler:
                 return seq
         return None
 
-    def _plan_chunk(self, seq: Sequence, draft: _Draft) -> bool:
+    def _plan_chunk(self, seq: Sequence, draft: StepDraft) -> bool:
         """Plan the next chunk of a sequence in prefill, if it can have one. True: nothing may be added after it."""
         start = seq.num_computed
         stop = self._chunk_stop(seq, start + draft.budget)
         if stop == start:
             return self._plan_span_alone(seq, draft)
         # A shorter chunk is better than preempting someone.
-        fitting = (len(seq.page_table) + self._num_available()) * self._page_tokens
+        fitting = (len(seq.page_table) + self.pages.num_available) * self.pages.page_tokens
         shorter = self._chunk_stop(seq, min(stop, fitting))
         if shorter > start:
             stop = shorter
@@ -257,7 +182,7 @@ class Scheduler:
             draft.add(seq, stop)
         return False
 
-    def _plan_span_alone(self, seq: Sequence, draft: _Draft) -> bool:
+    def _plan_span_alone(self, seq: Sequence, draft: StepDraft) -> bool:
         """Give a whole step to a bidirectional span that the budget left by others, or any budget, is too small for."""
         if draft.num_prefills:
             return False
@@ -285,17 +210,17 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         """Make a waiting sequence run, with what the prefix cache has of it; False if pages are short."""
-        found = self._prefix_cache.lookup(seq) if self._prefix_cache is not None else []
-        missing = pages_for(seq.num_tokens, self._page_tokens) - len(found)
-        if self._running and missing > self._num_available() - self._num_promised():
-            self._release(found)
+        found = self.pages.known(seq)
+        missing = self.pages.for_tokens(seq.num_tokens) - len(found)
+        if self._running and missing > self.pages.num_available - self._num_promised():
+            self.pages.release(found)
             self._leave_gate(seq)
             return False
         self._take_from_waiting(seq)
         insort(self._running, seq, key=lambda one: one.turn)
         seq.state = SequenceState.RUNNING
         seq.page_table = found
-        seq.num_computed = len(found) * self._page_tokens
+        seq.num_computed = len(found) * self.pages.page_tokens
         seq.num_offered_pages = len(found)
         if seq.num_preemptions == 0:
             seq.cached_tokens = seq.num_computed
@@ -315,19 +240,19 @@ class Scheduler:
         if self._gate is not None:
             self._gate.leave(seq)
 
-    def _make_room(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, seq: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Give `seq` pages for its first `num_tokens` tokens, preempting those admitted later if need be."""
-        missing = pages_for(num_tokens, self._page_tokens) - len(seq.page_table)
-        while missing > self._num_available():
+        missing = self.pages.for_tokens(num_tokens) - len(seq.page_table)
+        while missing > self.pages.num_available:
             if self._running[-1] is seq:
                 # It keeps what it has; those before it end, or preempt it.
                 return False
             self._preempt(self._running[-1], draft)
         if missing > 0:
-            seq.page_table += self._take(missing)
+            seq.page_table += self.pages.take(missing)
         return True
 
-    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
         draft.drop(seq)
         draft.preempted = True
         self._running.remove(seq)
@@ -339,47 +264,21 @@ class Scheduler:
 
     def _give_back(self, seq: Sequence) -> None:
         self._leave_gate(seq)
-        self._release(seq.page_table)
+        self.pages.release(seq.page_table)
         seq.carried = None
         seq.page_table = []
         seq.num_computed = 0
         seq.num_offered_pages = 0
 
-    def _num_available(self) -> int:
-        """Pages that can be had without preempting anyone."""
-        return self._allocator.num_free + (self._prefix_cache.num_evictable if self._prefix_cache is not None else 0)
-
     def _num_promised(self) -> int:
         """Pages the running sequences still need for their known tokens, and one more each to grow into."""
-        return sum(pages_for(seq.num_tokens, self._page_tokens) + 1 - len(seq.page_table) for seq in self._running)
-
-    def _take(self, count: int) -> list[int]:
-        short = count - self._allocator.num_free
-        if short > 0 and self._prefix_cache is not None:
-            self._prefix_cache.evict(short)
-        return self._allocator.allocate(count)
-
-    def _release(self, pages: list[int]) -> None:
-        if self._prefix_cache is not None:
-            self._prefix_cache.release(pages)
-        else:
-            self._allocator.free(pages)
+        return sum(self.pages.for_tokens(seq.num_tokens) + 1 - len(seq.page_table) for seq in self._running)
 
     # ---- checks
 
     def check_integrity(self) -> None:
         """Raise InternalError if the sequences, the allocator and the prefix cache do not agree."""
-        self._allocator.check_integrity()
-        kept: Iterable[int] = ()
-        if self._prefix_cache is not None:
-            self._prefix_cache.check_integrity()
-            kept = self._prefix_cache.kept_pages()
-        users = [0] * self._allocator.num_pages
-        for page in [*kept, *(page for seq in self._running for page in seq.page_table)]:
-            users[page] += 1
-        for page, count in enumerate(users):
-            if count != self._allocator.users(page):
-                raise InternalError(f"page {page}: {count} users, {self._allocator.users(page)} counted")
+        self.pages.check_integrity(page for seq in self._running for page in seq.page_table)
         self._check_order()
         for seq in self._running:
             self._check_running(seq)
@@ -401,7 +300,7 @@ class Scheduler:
     def _check_running(self, seq: Sequence) -> None:
         if len(set(seq.page_table)) != len(seq.page_table):
             raise InternalError(f"{seq.request_id}: a page twice in {seq.page_table}")
-        if pages_for(seq.num_computed, self._page_tokens) > len(seq.page_table):
+        if self.pages.for_tokens(seq.num_computed) > len(seq.page_table):
             raise InternalError(f"{seq.request_id}: {seq.num_computed} tokens in {len(seq.page_table)} pages")
         if seq.carried is not None and seq.carried.num_tokens != seq.num_computed:
             raise InternalError(f"{seq.request_id}: a state of {seq.carried.num_tokens} of {seq.num_computed} tokens")

@@ -49,14 +49,13 @@ class EngineStats:
 
 def collect(engine: Engine) -> EngineStats:
     """The engine's stats; called between its steps, on its thread."""
-    scheduler, vision, allocator = engine.scheduler, engine.vision, engine.scheduler.allocator
-    cached = engine.prefix_cache.num_evictable if engine.prefix_cache is not None else 0
+    scheduler, vision, pages = engine.scheduler, engine.vision, engine.scheduler.pages
     return EngineStats(
         running=_by_adapter(scheduler.running),
         waiting=_by_adapter(scheduler.waiting),
-        kv_pages=allocator.num_pages,
-        kv_pages_used=allocator.num_pages - allocator.num_free - cached,
-        kv_pages_cached=cached,
+        kv_pages=pages.num_pages,
+        kv_pages_used=pages.num_pages - pages.num_available,
+        kv_pages_cached=engine.prefix_cache.num_evictable if engine.prefix_cache is not None else 0,
         carried_state_bytes=engine.state_bytes * sum(seq.carried is not None for seq in scheduler.running),
         num_preemptions_total=scheduler.num_preemptions,
         prompt_tokens_total=scheduler.num_prompt_tokens,
