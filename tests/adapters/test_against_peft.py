@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from polylens.adapters import load_adapter, merge_into
 from polylens.core import Component, LayerKind, LayerSpec, ModelLayers
 from polylens.errors import AdapterMismatchError
-from polylens.models.components import _renamer, model_layers
+from polylens.models.components import model_layers, renamer
 from tests.families.adapters import make_adapter
 from tests.families.build import FAMILIES
 
@@ -168,7 +168,7 @@ def text_layers_of(model: PreTrainedModel) -> ModelLayers:
     }
     embedding = model.get_input_embeddings()
     spec = LayerSpec("model.embed_tokens", Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, *embedding.weight.shape)
-    return ModelLayers({**specs, spec.name: spec}, _renamer(model), "text", "Text", 2)
+    return ModelLayers({**specs, spec.name: spec}, renamer(model), "text", "Text", 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,7 +26,7 @@ from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
 from polylens.lora.layers import wrap_layers
 from polylens.lora.routing import segments
-from polylens.models.components import EXPERT_PARAMETERS, _are_experts, _is_router, _renamer
+from polylens.models.components import EXPERT_PARAMETERS, are_experts, is_router, renamer
 from tests.adapters.fake_layers import config as written_config
 from tests.adapters.fake_layers import write_adapter
 
@@ -60,11 +60,11 @@ def mixture(implementation: str = "grouped_mm") -> Mixture:
 def layers_of(model: nn.Module, rename: Any = lambda path: path) -> ModelLayers:
     specs = []
     for name, module in model.named_modules():
-        if _are_experts(module):
+        if are_experts(module):
             for parameter in EXPERT_PARAMETERS:
                 num, out, inputs = module.get_parameter(parameter).shape
                 specs.append(spec_of(f"{name}.{parameter}", LayerKind.EXPERTS, inputs, out, num))
-        elif _is_router(module):
+        elif is_router(module):
             out, inputs = module.get_parameter("weight").shape
             specs.append(spec_of(name, LayerKind.ROUTER, inputs, out))
         elif isinstance(module, nn.Linear):
@@ -255,7 +255,7 @@ def test_one_expert_at_a_time_as_peft_converts_it(tmp_path: Path) -> None:
         for slot, shape in (("A", (2, inputs)), ("B", (out, 2)))
     }
     write_adapter(tmp_path, tensors, written_config(r=2, lora_alpha=4, target_modules=list(sides)))
-    layers = layers_of(model, _renamer(model))
+    layers = layers_of(model, renamer(model))
     adapter = load(tmp_path, layers)
     state = dict(model.state_dict())
     merge_into(state, adapter.deltas.values(), layers)

@@ -86,8 +86,8 @@ def test_sides_take_turns_and_the_first_round_does_not_count() -> None:
 
 def test_model_and_adapters_are_built_once_and_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, adapter = model_folder(TINY, cache), adapter_folder(TINY, rank=4, seed=1, cache=cache)
-    monkeypatch.setattr("polylens.bench.recipe._build_model", lambda *_: pytest.fail("built again"))
-    monkeypatch.setattr("polylens.bench.recipe._build_adapter", lambda *_a, **_k: pytest.fail("built again"))
+    monkeypatch.setattr("polylens.bench.recipe.build_model", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr("polylens.bench.recipe.build_adapter", lambda *_a, **_k: pytest.fail("built again"))
     assert model_folder(TINY, cache) == model
     assert adapter_folder(TINY, rank=4, seed=1, cache=cache) == adapter
     assert {path.name for path in model.parent.iterdir()} >= {"model", adapter.name}

@@ -32,7 +32,7 @@ def small_pictures() -> list:
 
 def merged_weights(model: Path, adapter: Path, reference: str) -> dict[str, torch.Tensor]:
     loaded = load_model(model, FLOAT32)
-    merge = merged._merge_with_peft if reference == "peft" else merged._merge_ourselves
+    merge = merged.merge_with_peft if reference == "peft" else merged.merge_ourselves
     merge(loaded, adapter)
     return loaded.model.state_dict()
 
@@ -114,11 +114,11 @@ def test_half_loaded_is_not_loaded(checkpoint: CheckpointOf, tmp_path: Path):
     adapter = make_adapter(model, tmp_path / "a", targets="connector", seed=3)
     tensors = load_file(adapter / "adapter_model.safetensors")
     wrapped = PeftModel.from_pretrained(load_model(model, FLOAT32).model, str(adapter))
-    merged._check_all_loaded(wrapped, adapter)
+    merged.check_all_loaded(wrapped, adapter)
     name = min(tensors)
     save_file({**tensors, name: tensors[name] + 1}, adapter / "adapter_model.safetensors")
     with pytest.raises(AdapterMismatchError, match="used 3 of the adapter's 4 tensors") as caught:
-        merged._check_all_loaded(wrapped, adapter)
+        merged.check_all_loaded(wrapped, adapter)
     assert caught.value.problems == (name.removeprefix("base_model.model."),)
 
 

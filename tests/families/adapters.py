@@ -65,7 +65,7 @@ def make_adapter(
         use_rslora=use_rslora,
     )
     adapted = get_peft_model(model, config)
-    _randomise(adapted, seed)
+    randomise_lora(adapted, seed)
     # PEFT would add the whole head's weights to the file where lm_head is a target.
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
     return Path(folder)
@@ -100,7 +100,7 @@ def _has_gemma_projector(model: PreTrainedModel) -> bool:
     return any(name.endswith(GEMMA_PROJECTOR) for name, _ in model.named_parameters())
 
 
-def _randomise(adapted: PeftModel, seed: int) -> None:
+def randomise_lora(adapted: PeftModel, seed: int) -> None:
     """Random A; random B scaled so that scaling * |B A| is about STRENGTH * |W|."""
     generator = torch.Generator().manual_seed(seed)
     for _, module in sorted(adapted.named_modules()):

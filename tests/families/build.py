@@ -33,16 +33,16 @@ def build_checkpoint(family: str, folder: str | Path, *, seed: int = 0, dtype: t
     parts = ALL_FAMILIES[family]
     tokenizer = parts.make_tokenizer()
     model = parts.make_model(tokenizer).eval()
-    _randomise(model, seed + parts.seed)
+    randomise(model, seed + parts.seed)
     _silence(model, tokenizer.convert_tokens_to_ids(list(parts.silent_tokens)))
-    model.generation_config = _generation_config(tokenizer, parts.stop_tokens)
+    model.generation_config = generation_config(tokenizer, parts.stop_tokens)
     folder = Path(folder)
     model.to(dtype).save_pretrained(folder)
     parts.make_processor(tokenizer).save_pretrained(folder)
     return folder
 
 
-def _randomise(model: PreTrainedModel, seed: int) -> None:
+def randomise(model: PreTrainedModel, seed: int) -> None:
     """Random in every parameter, sized so that pictures matter and greedy answers vary.
 
     transformers' own initialisation (0.02, zero biases, unit norms) makes tiny models nearly constant functions,
@@ -93,7 +93,7 @@ def _fan_in(name: str, parameter: torch.Tensor) -> int:
     return max(1, parameter[0].numel())
 
 
-def _generation_config(tokenizer: PreTrainedTokenizerBase, stop_tokens: tuple[str, ...]) -> GenerationConfig:
+def generation_config(tokenizer: PreTrainedTokenizerBase, stop_tokens: tuple[str, ...]) -> GenerationConfig:
     return GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=[tokenizer.convert_tokens_to_ids(token) for token in stop_tokens],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import BartTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tests.families.tokenizers_and_templates import _train
+from tests.families.tokenizers_and_templates import train_bpe
 
 MLLAMA_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
@@ -47,7 +47,7 @@ NUM_LOCATIONS = 10
 def mllama_tokenizer() -> PreTrainedTokenizerBase:
     """Byte-level BPE with Llama 3's special tokens; the picture's token is the last, beyond the head's rows."""
     backend = _byte_level()
-    vocab, merges = _train(backend, sorted(pre_tokenizers.ByteLevel.alphabet()))
+    vocab, merges = train_bpe(backend, sorted(pre_tokenizers.ByteLevel.alphabet()))
     backend.model = models.BPE(vocab=vocab, merges=merges)
     special = [AddedToken(token, special=True, normalized=False) for token in (*MLLAMA_SPECIAL_TOKENS, "<|image|>")]
     backend.add_special_tokens(special)
@@ -62,7 +62,7 @@ def mllama_tokenizer() -> PreTrainedTokenizerBase:
 
 def florence2_tokenizer() -> PreTrainedTokenizerBase:
     """BART's byte-level BPE, with the picture's token and the location tokens that answers and questions have."""
-    vocab, merges = _train(_byte_level(), sorted(pre_tokenizers.ByteLevel.alphabet()))
+    vocab, merges = train_bpe(_byte_level(), sorted(pre_tokenizers.ByteLevel.alphabet()))
     first = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
     numbered = {token: index for index, token in enumerate((*first, *sorted(vocab, key=vocab.__getitem__)))}
     tokenizer = BartTokenizer(

@@ -43,7 +43,7 @@ def merged_reference(
     model, processor = merged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
     inputs = reference_inputs(processor, messages, frames_as_pictures)
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    token_ids, logits = _greedy(model, inputs, max_new_tokens, ignore_eos=ignore_eos)
+    token_ids, logits = generated(model, inputs, max_new_tokens, ignore_eos=ignore_eos)
     assert len(token_ids) == max_new_tokens or not ignore_eos
     return token_ids, logits
 
@@ -64,10 +64,10 @@ def reference_answer(
     model, processor = unmerged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
     inputs = reference_inputs(processor, messages)
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    return _greedy(model, inputs, max_new_tokens, ignore_eos=True)
+    return generated(model, inputs, max_new_tokens, ignore_eos=True)
 
 
-def _greedy(
+def generated(
     model: Any, inputs: Mapping[str, torch.Tensor], max_new_tokens: int, *, ignore_eos: bool
 ) -> tuple[list[int], torch.Tensor]:
     """transformers' greedy `generate`: the new token ids, and the raw logits (tokens, vocab) float32 of each."""

@@ -15,7 +15,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tests.families.build import _generation_config, _randomise
+from tests.families.build import generation_config, randomise
 from tests.families.recipes import text_config
 from tests.families.tokenizers_and_templates import llava_tokenizer, qwen_tokenizer
 
@@ -54,8 +54,8 @@ def build_language_model(name: str, folder: Path, *, seed: int = 0) -> Path:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     model = make_model(tokenizer).eval()
-    _randomise(model, seed)
-    model.generation_config = _generation_config(tokenizer, stop_tokens)
+    randomise(model, seed)
+    model.generation_config = generation_config(tokenizer, stop_tokens)
     model.to(torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -202,7 +202,7 @@ def qwen_tokenizer(
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    vocab, merges = _train(trained, sorted(pre_tokenizers.ByteLevel.alphabet()))
+    vocab, merges = train_bpe(trained, sorted(pre_tokenizers.ByteLevel.alphabet()))
     return Qwen2Tokenizer(
         vocab=vocab,
         merges=merges,
@@ -222,7 +222,7 @@ def gemma_tokenizer(
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("(?=▁)"), behavior="isolated")
-    vocab, merges = _train(trained, _printable())
+    vocab, merges = train_bpe(trained, _printable())
     tokenizer = GemmaTokenizer(
         vocab=_with_byte_fallback(GEMMA_FIRST_TOKENS, vocab),
         merges=merges,
@@ -238,7 +238,7 @@ def llava_tokenizer(added: Sequence[str] = LLAVA_ADDED_TOKENS) -> LlamaTokenizer
     """Llama 2 style BPE: `▁` put before the text's first word, byte fallback, `<s>` added by the tokenizer."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=True)
-    vocab, merges = _train(trained, _printable())
+    vocab, merges = train_bpe(trained, _printable())
     tokenizer = LlamaTokenizer(
         vocab=_with_byte_fallback(LLAMA_FIRST_TOKENS, vocab),
         merges=merges,
@@ -250,7 +250,7 @@ def llava_tokenizer(added: Sequence[str] = LLAVA_ADDED_TOKENS) -> LlamaTokenizer
     return _retyped(tokenizer, LlamaTokenizer)
 
 
-def _train(tokenizer: Tokenizer, alphabet: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def train_bpe(tokenizer: Tokenizer, alphabet: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Vocabulary and merges, in the trainer's order (the same on every run for the same corpus)."""
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_TEXT_TOKENS, initial_alphabet=list(alphabet), limit_alphabet=len(alphabet), show_progress=False

@@ -304,7 +304,7 @@ class TestVideoSources:
             def to_ndarray(self) -> np.ndarray:
                 return pixels
 
-        assert np.array_equal(video_file._rgb_frame(Frame(), 1), np.rot90(pixels, quarter_turns))
+        assert np.array_equal(video_file.rgb_frame(Frame(), 1), np.rot90(pixels, quarter_turns))
 
     def test_large_frames_are_scaled_down_to_the_budget(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(video_file, "MAX_VIDEO_PIXELS", 4 * 16 * 12)

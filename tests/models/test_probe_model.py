@@ -19,7 +19,7 @@ from polylens.models import probe_model
 from polylens.models.loading import LoadedModel, load_model, prepare_model
 from polylens.models.probe import CONTRAST_FACTOR, ProbeResult
 from polylens.models.probe_cache import ProbeCache
-from polylens.models.probe_copy import _rule_of_block, copy_for_probe, encoder_layers
+from polylens.models.probe_copy import copy_for_probe, encoder_layers, rule_of_block
 from polylens.models.probe_items import synthetic_items
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import ItemSize, RowRule
@@ -160,7 +160,7 @@ N, P, T, U = RowRule.NO_EFFECT, RowRule.PATCHES, RowRule.TILES, RowRule.UNPROVEN
     ],
 )
 def test_rules_of_blocks_that_were_cut(rules: dict[int, RowRule], number: int, expected: RowRule) -> None:
-    assert _rule_of_block(number, rules) is expected
+    assert rule_of_block(number, rules) is expected
 
 
 def test_results_round_trip(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from polylens.engine.verify import verify
 from polylens.models.prepared import PreparedPrompt
 from tests.families.adapters import make_adapter
 from tests.families.media import picture, user
-from tests.families.reference import Messages, _greedy, merged_model, reference_inputs
+from tests.families.reference import Messages, generated, merged_model, reference_inputs
 from tests.parity.harness import NUM_TOKENS, greedy, reference_completion
 
 FAMILIES = ("qwen2_5_vl", "gemma3", "llava")
@@ -102,7 +102,7 @@ class Bench:
     def expected(self, name: str | None, messages: Messages) -> tuple[dict[str, torch.Tensor], Any]:
         inputs = reference_inputs(self.processor(name), messages)
         model = merged_model(self.checkpoint, None if name is None else self.adapters[name], torch.float32)
-        return inputs, reference_completion(*_greedy(model, inputs, NUM_TOKENS, ignore_eos=True))
+        return inputs, reference_completion(*generated(model, inputs, NUM_TOKENS, ignore_eos=True))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

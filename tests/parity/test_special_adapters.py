@@ -13,7 +13,7 @@ import torch
 from polylens import LLM, ChatRequest
 from polylens.config import EngineConfig
 from polylens.engine.compare import compare
-from polylens.engine.merged import _merge_ourselves, _merge_with_peft
+from polylens.engine.merged import merge_ourselves, merge_with_peft
 from polylens.engine.verify import verify
 from polylens.models.loading import load_model
 from tests.families.build import FAMILIES, build_checkpoint
@@ -134,7 +134,7 @@ def test_both_references_of_verify_agree(kind: str, special_of: Callable[[str], 
     special = special_of("gemma3")
     config = EngineConfig(dtype="float32")
     states = []
-    for merge in (_merge_with_peft, _merge_ourselves):
+    for merge in (merge_with_peft, merge_ourselves):
         loaded = load_model(special.bench.checkpoint, config)
         merge(loaded, special.adapters[kind])
         states.append(loaded.model.state_dict())

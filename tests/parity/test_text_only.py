@@ -15,7 +15,7 @@ from polylens import LLM, ChatRequest, Completion, TextRequest
 from polylens.core import Component
 from polylens.engine.compare import compare
 from polylens.errors import RequestError
-from tests.families.adapters import _randomise
+from tests.families.adapters import randomise_lora
 from tests.families.media import picture, user, video
 from tests.families.text_only import LANGUAGE_MODELS, build_language_model
 from tests.parity.harness import greedy, reference_completion
@@ -62,7 +62,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
             LoraConfig(r=4, lora_alpha=8, target_modules=targets),
         )
-        _randomise(adapted, seed)
+        randomise_lora(adapted, seed)
         adapters[name] = tmp_path_factory.mktemp(name)
         adapted.save_pretrained(str(adapters[name]))
     return TextBench(folder, adapters)

@@ -95,7 +95,7 @@ TINY = Recipe(
 
 def model_folder(recipe: Recipe, cache: Path | None = None) -> Path:
     """The checkpoint of `recipe`, built the first time. cache: where, instead of the user's cache folder."""
-    return _made_once(_home(recipe, cache) / "model", lambda folder: _build_model(recipe, folder))
+    return _made_once(_home(recipe, cache) / "model", lambda folder: build_model(recipe, folder))
 
 
 def adapter_folder(
@@ -105,7 +105,7 @@ def adapter_folder(
     model = model_folder(recipe, cache)
     name = f"adapter-{targets}-rank{rank}-seed{seed}"
     return _made_once(
-        _home(recipe, cache) / name, lambda folder: _build_adapter(model, folder, rank=rank, seed=seed, targets=targets)
+        _home(recipe, cache) / name, lambda folder: build_adapter(model, folder, rank=rank, seed=seed, targets=targets)
     )
 
 
@@ -129,7 +129,7 @@ def _made_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _build_model(recipe: Recipe, folder: Path) -> None:
+def build_model(recipe: Recipe, folder: Path) -> None:
     tokenizer = _tokenizer()
     model = Qwen2VLForConditionalGeneration(_config(recipe, tokenizer)).eval()
     _randomise(model, recipe.seed)
@@ -215,7 +215,7 @@ def _randomise(model: Qwen2VLForConditionalGeneration, seed: int) -> None:
                 parameter.normal_(0, 0.1, generator=generator)
 
 
-def _build_adapter(model: Path, folder: Path, *, rank: int, seed: int, targets: Targets) -> None:
+def build_adapter(model: Path, folder: Path, *, rank: int, seed: int, targets: Targets) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for spec in _targeted(model, targets):

@@ -66,14 +66,14 @@ def merged_llm(
     config = dataclasses.replace(config or EngineConfig(dtype="float32"), **overrides)
     loaded = load_model(model, config)
     if adapter is not None:
-        merge = _merge_with_peft if (reference or default_reference()) == "peft" else _merge_ourselves
+        merge = merge_with_peft if (reference or default_reference()) == "peft" else merge_ourselves
         merge(loaded, adapter)
         loaded = dataclasses.replace(loaded, processing=AdapterFiles(loaded, config).processing(adapter))
     return LLM.from_loaded(loaded, config=config)
 
 
 @torch.no_grad()
-def _merge_ourselves(loaded: LoadedModel, path: str | Path) -> None:
+def merge_ourselves(loaded: LoadedModel, path: str | Path) -> None:
     adapter, _ = load_adapter(path, loaded.layers, name="merged", dtype=torch.float32, device=loaded.device)
     _untie_head(loaded, adapter.deltas)
     for name, change in adapter.deltas.items():
@@ -86,7 +86,7 @@ def _merge_ourselves(loaded: LoadedModel, path: str | Path) -> None:
             setattr(owner, own_name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-def _merge_with_peft(loaded: LoadedModel, path: str | Path) -> None:
+def merge_with_peft(loaded: LoadedModel, path: str | Path) -> None:
     """Let PEFT inject the adapter into the model, merge it and take itself out again."""
     from peft import PeftModel
 
@@ -96,7 +96,7 @@ def _merge_with_peft(loaded: LoadedModel, path: str | Path) -> None:
         except (ValueError, RuntimeError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise AdapterMismatchError(f"PEFT, the reference, cannot load {str(path)!r}: {reason}") from error
-        _check_all_loaded(wrapped, folder)
+        check_all_loaded(wrapped, folder)
     try:
         # Unloads into the model it was given: `loaded.model` has the merged weights afterwards.
         wrapped.merge_and_unload(safe_merge=True)
@@ -115,7 +115,7 @@ def _untie_head(loaded: LoadedModel, changed_modules: Collection[str]) -> None:
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
-def _check_all_loaded(wrapped: torch.nn.Module, folder: Path) -> None:
+def check_all_loaded(wrapped: torch.nn.Module, folder: Path) -> None:
     """Every tensor of the file must be in the model, with its values, and nothing else must."""
     loaded = {_bare_name(name): parameter for name, parameter in wrapped.named_parameters(remove_duplicate=False)}
     expected = {_bare_name(name): tensor for name, tensor in read_adapter(folder).tensors.items()}

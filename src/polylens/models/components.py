@@ -61,7 +61,7 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
     others |= {_module_of(found[name]): reason for name, reason in refused.items()}
     return ModelLayers(
         specs=specs,
-        rename=_renamer(model),
+        rename=renamer(model),
         model_type=model.config.model_type,
         model_class=type(model).__name__,
         num_text_layers=model.config.get_text_config().num_hidden_layers,
@@ -84,14 +84,14 @@ def _module_of(spec: LayerSpec) -> str:
 def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> Iterator[LayerSpec]:
     matmul_parameters = notes_for(model.config.model_type).matmul_parameters
     for name, module in model.named_modules():
-        if _is_router(module) and locate(name) is Component.LANGUAGE_MODEL:
+        if is_router(module) and locate(name) is Component.LANGUAGE_MODEL:
             num_experts, width = module.get_parameter("weight").shape
             yield LayerSpec(name, locate(name), LayerKind.ROUTER, width, num_experts)
             continue
         if isinstance(module, nn.Linear):
             yield LayerSpec(name, locate(name), LayerKind.LINEAR, module.in_features, module.out_features)
             continue
-        if _are_experts(module) and locate(name) is Component.LANGUAGE_MODEL:
+        if are_experts(module) and locate(name) is Component.LANGUAGE_MODEL:
             for parameter in EXPERT_PARAMETERS:
                 num_experts, out, inputs = module.get_parameter(parameter).shape
                 path = f"{name}.{parameter}"
@@ -141,7 +141,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _ROUTER_NAME = re.compile(r"(?:Router|Gate)$")
 
 
-def _are_experts(module: nn.Module) -> bool:
+def are_experts(module: nn.Module) -> bool:
     """Whether the module is a mixture's experts as most families have them: weights (experts, out, in), no biases.
 
     Those with another order of dimensions, biases or norms between are left to `other_modules`.
@@ -155,7 +155,7 @@ def _are_experts(module: nn.Module) -> bool:
     return takes == ["hidden_states", "top_k_index", "top_k_weights"] and plain and getattr(module, "has_gate", True)
 
 
-def _is_router(module: nn.Module) -> bool:
+def is_router(module: nn.Module) -> bool:
     """Whether the module scores and chooses experts by one weight (experts, width): transformers names them so."""
     weight = module._parameters.get("weight")
     return bool(_ROUTER_NAME.search(type(module).__name__)) and weight is not None and weight.dim() == 2
@@ -185,7 +185,7 @@ def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
     return locate
 
 
-def _renamer(model: PreTrainedModel) -> Callable[[str], str]:
+def renamer(model: PreTrainedModel) -> Callable[[str], str]:
     """transformers' own checkpoint renaming, applied to a module path.
 
     The tables are those `from_pretrained` uses for old checkpoints (`transformers.conversion_mapping`);

@@ -167,10 +167,10 @@ def _carried(name: str, found: Mapping[str, RowRule], prefixes: Iterable[str], k
         return found.get(name, RowRule.UNPROVEN)
     number, _, rest = name.removeprefix(f"{prefix}.").partition(".")
     rules = {full: found.get(f"{prefix}.{cut}.{rest}") for cut, full in enumerate(kept)}
-    return _rule_of_block(int(number), {full: rule for full, rule in rules.items() if rule is not None})
+    return rule_of_block(int(number), {full: rule for full, rule in rules.items() if rule is not None})
 
 
-def _rule_of_block(number: int, rules: Mapping[int, RowRule]) -> RowRule:
+def rule_of_block(number: int, rules: Mapping[int, RowRule]) -> RowRule:
     """The rule of one layer in block `number`, given its rules in the kept blocks."""
     if number in rules:
         return rules[number]

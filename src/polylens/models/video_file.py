@@ -112,7 +112,7 @@ def _take_frames(container: Any, stream: Any, indices: Sequence[int], total: int
     for frame in container.decode(stream):
         check_size(frame.width, frame.height, name)  # may change inside a stream
         while wanted and wanted[0] <= num_decoded:
-            taken.append(_rgb_frame(frame, len(indices)))
+            taken.append(rgb_frame(frame, len(indices)))
             wanted.pop(0)
         num_decoded += 1
         last = frame
@@ -120,13 +120,13 @@ def _take_frames(container: Any, stream: Any, indices: Sequence[int], total: int
             break
     if num_decoded == 0 or (wanted and num_decoded < MIN_DECODED_PART * total):
         raise MediaError(f"{name} is truncated or broken: {num_decoded} of {total} frames could be read")
-    taken += [_rgb_frame(last, len(indices)) for _ in wanted]
+    taken += [rgb_frame(last, len(indices)) for _ in wanted]
     if len({frame.shape for frame in taken}) > 1:
         raise MediaError(f"{name} changes its frame size half-way; re-encode it with one size")
     return np.stack(taken)
 
 
-def _rgb_frame(frame: Any, num_frames: int) -> np.ndarray:
+def rgb_frame(frame: Any, num_frames: int) -> np.ndarray:
     """(h, w, 3) uint8, upright, scaled down so that `num_frames` of them stay within MAX_VIDEO_PIXELS."""
     scale = min(1.0, (MAX_VIDEO_PIXELS / num_frames / (frame.width * frame.height)) ** 0.5)
     width, height = max(1, int(frame.width * scale)), max(1, int(frame.height * scale))

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families.adapters import make_adapter
-from tests.families.build import ALL_FAMILIES, _generation_config, _randomise
+from tests.families.build import ALL_FAMILIES, generation_config, randomise
 from tests.families.reference import merged_reference
 from tests.families.special import make_special
 from tests.hosts.vllm.media import picture, video
@@ -47,8 +47,8 @@ def build(family: str, folder: Path) -> Path:
     config = narrow.config
     WIDEN.get(family, _widen_text)(config)
     model = type(narrow)(config).eval()
-    _randomise(model, 0)
-    model.generation_config = _generation_config(tokenizer, parts.stop_tokens)
+    randomise(model, 0)
+    model.generation_config = generation_config(tokenizer, parts.stop_tokens)
     model.to(torch.float32).save_pretrained(folder)
     parts.make_processor(tokenizer).save_pretrained(folder)
     if family in PUBLISHED_TOWER:

@@ -23,4 +23,4 @@ def test_base_rows_are_in_no_run(slots: list[int], runs: cpu_lora.Runs):
 
 def test_a_layer_with_other_rows_than_the_mapping_is_an_error():
     with pytest.raises(RowRuleError, match="covers 2 rows, the layer has 3"):
-        cpu_lora._checked((2, ()), 3)
+        cpu_lora.checked_runs((2, ()), 3)

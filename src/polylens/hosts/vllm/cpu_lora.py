@@ -101,7 +101,7 @@ def _make_class() -> type:
         h_tr: torch.Tensor, x_ti: torch.Tensor, a: torch.Tensor, scale: float, routed: tuple[int, Runs]
     ) -> None:
         """h = scale · x Aᵀ on the runs' rows. a: (slots, 1, rank, in)."""
-        for slot, start, stop in _checked(routed, len(x_ti)):
+        for slot, start, stop in checked_runs(routed, len(x_ti)):
             h_tr[start:stop] = torch.mm(x_ti[start:stop].to(a.dtype), a[slot, 0].t()).to(h_tr.dtype) * scale
 
     def expand_(
@@ -109,14 +109,14 @@ def _make_class() -> type:
     ) -> None:
         """y += h Bᵀ (or y = h Bᵀ) on the runs' rows. b: (slots, 1, out, rank); `y_to` may be wider."""
         width = b.shape[-2]
-        for slot, start, stop in _checked(routed, len(h_tr)):
+        for slot, start, stop in checked_runs(routed, len(h_tr)):
             own = y_to[start:stop, :width]
             own.addmm_(h_tr[start:stop].to(y_to.dtype), b[slot, 0].to(y_to.dtype).t(), beta=1 if add_inputs else 0)
 
     return SegmentPunica
 
 
-def _checked(routed: tuple[int, Runs], num_rows: int) -> Runs:
+def checked_runs(routed: tuple[int, Runs], num_rows: int) -> Runs:
     covered, runs = routed
     if covered != num_rows:
         raise RowRuleError(f"vLLM's mapping of rows to adapters covers {covered} rows, the layer has {num_rows}")
