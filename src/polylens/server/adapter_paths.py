@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
+def check_loading(policy: AdapterPolicy) -> None:
+    """Raises HTTPError 403 where adapters are not loaded and unloaded over HTTP."""
+    if not policy.loading:
+        raise HTTPError(403, "adapters are not loaded over HTTP here (--enable-adapter-loading)", code="disabled")
+
+
 def allowed_folder(given: str, policy: AdapterPolicy) -> Path:
     """The folder of the adapter that `given` names, fetched from the hub if it is an id and that is allowed.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from polylens.server.error_objects import HTTPError
 from polylens.server.options import BODY_TIMEOUT_S, MAX_BODIES_BYTES
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from starlette.requests import Request
+
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 1 << 16
+"""Bodies above this size are read off the loop: a picture's base64 takes milliseconds."""
+
+
+async def off_loop_if_large(read: Callable[[bytes], T], body: bytes) -> T:
+    """What `read` makes of the body, in a thread of its own if that takes long."""
+    return read(body) if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read, body)
 
 
 class BodyReader:

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from polylens import __version__
 from polylens.engine.prepare import processing_of
 from polylens.errors import RequestError
-from polylens.server.adapter_paths import allowed_folder
-from polylens.server.bodies import BodyReader
+from polylens.server.adapter_paths import allowed_folder, check_loading
+from polylens.server.bodies import BodyReader, off_loop_if_large
 from polylens.server.error_objects import HTTPError
 from polylens.server.events import EventStream
 from polylens.server.generate import Generation
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Body)
 
 log = logging.getLogger(__name__)
-
-LARGE_BODY_BYTES = 1 << 16
-"""Bodies above this size are parsed off the loop: a picture's base64 takes milliseconds."""
 
 MAX_ADAPTERS_SHOWN = 200
 """Adapters in the answer of /stats."""
@@ -141,7 +138,7 @@ class Service:
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
-        self._require_loading()
+        check_loading(self.options.adapters)
         with ExitStack() as holding:
             body = await self._body(LoadBody, request, holding)
         if body.lora_name in self.options.model_names:
@@ -159,15 +156,11 @@ class Service:
 
     async def unload_adapter(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter."""
-        self._require_loading()
+        check_loading(self.options.adapters)
         with ExitStack() as holding:
             body = await self._body(UnloadBody, request, holding)
         freed = await self.thread.unload_adapter(body.lora_name)
         return JSONResponse({"status": "ok", "freed_bytes": freed})
-
-    def _require_loading(self) -> None:
-        if not self.options.adapters.loading:
-            raise HTTPError(403, "adapters are not loaded over HTTP here (--enable-adapter-loading)", code="disabled")
 
     # ---- the server itself
 
@@ -223,9 +216,7 @@ class Service:
     async def _body(self, kind: type[B], request: Request, holding: ExitStack) -> B:
         """The request's body, whose bytes count as held until `holding` is closed."""
         raw = await self._bodies.receive(request, holding)
-        if len(raw) < LARGE_BODY_BYTES:
-            return parse_body(kind, raw)
-        return await asyncio.to_thread(parse_body, kind, raw)
+        return await off_loop_if_large(lambda raw: parse_body(kind, raw), raw)
 
 
 def _adapter_card(name: str, _source: str, report: LoadReport | None, on_device: bool) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from polylens.hosts.ray.engine import ReplicaUnfitError
 from polylens.hosts.ray.loopback import stay_on_loopback
 from polylens.hosts.ray.overview import joined_metrics, joined_stats
 from polylens.hosts.ray.wire import call_of
+from polylens.server.adapter_paths import check_loading
 from polylens.server.app import build_app
-from polylens.server.bodies import BodyReader
+from polylens.server.bodies import BodyReader, off_loop_if_large
 from polylens.server.error_objects import HTTPError, error_object
 from polylens.server.events import DONE, EventStream, event, unless_disconnected
 
@@ -46,9 +47,6 @@ LOST = (RayActorError, ReplicaUnavailableError, ReplicaUnfitError)
 
 ATTEMPTS = 4
 """Replicas asked in turn before the client is told: a request that kills what answers it must not kill them all."""
-
-LARGE_BODY_BYTES = 1 << 16
-"""Bodies above this size are read off the loop: a picture's base64 takes milliseconds."""
 
 OVERVIEW_S = 5.0
 """Longest wait for what all replicas say of themselves."""
@@ -113,7 +111,7 @@ class RemoteService:
     async def _pass_on(self, request: Request) -> Response:
         with ExitStack() as holding:
             body = await self._bodies.receive(request, holding)
-            affinity = await self._affinity(body)
+            affinity = await off_loop_if_large(lambda body: affinity_of(body, self.options), body)
             call = call_of(request, body, affinity.adapter)
             head, passing = await unless_disconnected(request.receive, self._first_piece(call, affinity))
             if head.whole:
@@ -122,11 +120,6 @@ class RemoteService:
             response.raw_headers = list(head.headers)
             response.at_end(holding.pop_all().close)
             return response
-
-    async def _affinity(self, body: bytes) -> Affinity:
-        if len(body) < LARGE_BODY_BYTES:
-            return affinity_of(body, self.options)
-        return await asyncio.to_thread(affinity_of, body, self.options)
 
     async def _first_piece(self, call: Call, affinity: Affinity) -> tuple[Head, Passing]:
         """The beginning of the answer, of whichever replica gives one."""
@@ -166,8 +159,7 @@ class RemoteService:
         return await self._change(request)
 
     async def _change(self, request: Request) -> Response:
-        if not self.options.adapters.loading:
-            raise HTTPError(403, "adapters are not loaded over HTTP here (--enable-adapter-loading)", code="disabled")
+        check_loading(self.options.adapters)
         with ExitStack() as holding:
             body = await self._bodies.receive(request, holding)
             try:
