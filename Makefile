@@ -17,14 +17,14 @@ demo: install
 	$(BIN)/polylens demo
 
 test: lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not full"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not full"
 
 # Writes docs/families.md from the tiny builds of the families.
 families: install
 	$(BIN)/python -m tools.families_table
 
 test-all: lint families
-	$(BIN)/python -m pytest -n $(TEST_WORKERS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +17,14 @@ from tests.families.build import build_checkpoint
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What one test process measured serves only it: none from the user's cache, none left there.
+    """What one run of the tests measured serves only it: none from the user's cache, none left there.
 
     The cost model's constants are the default ones, as if measured: tests choose the same way on every machine.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("polylens-cache")))
+        folder = tmp_path_factory.getbasetemp()
+        folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # which the workers share
+        patch.setenv(CACHE_VARIABLE, str(folder / "polylens-cache"))
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             facts = machine_facts(torch.device("cpu"), dtype)
             DiskCache("cost", CALIBRATION_VERSION).store(facts, asdict(Calibration()))
