@@ -43,7 +43,7 @@ def test_every_documented_path_is_served():
 
 def test_every_flag_is_read():
     """No flag is parsed and forgotten."""
-    source = (ROOT / "src/polylens/cli/serve.py").read_text()
+    source = "".join((ROOT / f"src/polylens/cli/{name}.py").read_text() for name in ("serve", "serve_options"))
     for _, flags in GROUPS:
         for flag in flags:
             name = flag.name.replace("-", "_")
