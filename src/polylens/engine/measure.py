@@ -134,6 +134,7 @@ class _Measurement:
         self._text = text
         self.context = context
         self.config = config
+        self._squares: dict[int, ProcessedItem] = {}
 
     def run(self) -> Needs:
         features = None if is_text_only(self.loaded.config) else self._sample_features()
@@ -203,19 +204,24 @@ class _Measurement:
 
     def _small_items(self, num_rows: int) -> list[ProcessedItem]:
         """About `num_rows` input rows of the smallest pictures."""
-        item = picture_item(self.loaded.processing, _FIRST_SIDE, _FIRST_SIDE)
+        item = self._square(_FIRST_SIDE)
         return [item] * max(1, num_rows // encoder_rows(self.loaded, item))
 
     def _large_item(self, num_rows: int) -> list[ProcessedItem]:
         """One picture of at most `num_rows` input rows, as large as the processor makes them; several if it is less."""
-        item = picture_item(self.loaded.processing, _FIRST_SIDE, _FIRST_SIDE)
+        item = self._square(_FIRST_SIDE)
         side, rows = _FIRST_SIDE, encoder_rows(self.loaded, item)
         while (side := side * 2) <= _LARGEST_SIDE:
-            larger = picture_item(self.loaded.processing, side, side)
+            larger = self._square(side)
             if encoder_rows(self.loaded, larger) > num_rows:
                 break
             item, rows = larger, encoder_rows(self.loaded, larger)
         return [item] * max(1, num_rows // rows)
+
+    def _square(self, side: int) -> ProcessedItem:
+        if side not in self._squares:
+            self._squares[side] = picture_item(self.loaded.processing, side, side)
+        return self._squares[side]
 
     def _encoder_flops(self, num_rows: int) -> float:
         """As if all rows were one picture's that all see each other."""
