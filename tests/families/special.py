@@ -106,6 +106,7 @@ MIXTURES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
         "rank_pattern": {"gate_up_proj": 5},
         "use_rslora": True,
     },
+    "router": lambda model: {"target_modules": ["o_proj"], "target_parameters": ["gate.weight"]},
     "experts saved": lambda model: {"target_modules": ["o_proj"], "modules_to_save": ["experts", "gate"]},
 }
 """Of families with experts."""

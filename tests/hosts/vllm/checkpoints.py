@@ -88,6 +88,7 @@ WIDEN: Mapping[str, Callable[[Any], None]] = {
     "qwen2_vl": _widen_qwen2_vl,
     "qwen2_5_vl": _widen_qwen,
     "qwen3_vl": _widen_qwen,
+    "qwen3_vl_moe": _widen_qwen,
 }
 
 
@@ -105,10 +106,18 @@ SPECIAL = (
     "norms",
     "convolution",
     "convolution dora",
+    "tower saved",
 )
 """Adapters of more than plain factors (`tests.families.special`)."""
 
-WITH_SPECIAL = ("qwen2_vl", "llava")
+WITH_SPECIAL = ("qwen2_vl", "llava", "qwen3_vl", "gemma3", "qwen3_vl_moe")
+
+OF_FAMILY: Mapping[str, tuple[str, ...]] = {
+    "qwen3_vl": ("head norms",),
+    "gemma3": ("head norms",),
+    "qwen3_vl_moe": ("head norms", "router", "experts", "experts saved"),
+}
+"""Kinds that only some families have layers for."""
 
 TEXTS = ("what is in the picture?", "name the colour", "count them")
 
@@ -137,7 +146,7 @@ def prepare(family: str, folder: Path) -> None:
                 said = messages(kind, index)
                 token_ids, logits = merged_reference(model, path, said, NUM_TOKENS, ignore_eos=True)
                 answers[adapter or "base", kind, index] = (token_ids, torch.log_softmax(logits, -1))
-    for kind in SPECIAL if family in WITH_SPECIAL else ():
+    for kind in (*SPECIAL, *OF_FAMILY.get(family, ())) if family in WITH_SPECIAL else ():
         path = make_special(model, folder / kind.replace(" ", "_"), kind)
         token_ids, logits = merged_reference(model, path, messages("image", 0), NUM_TOKENS, ignore_eos=True)
         answers[path.name, "image", 0] = (token_ids, torch.log_softmax(logits, -1))

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -161,6 +162,17 @@ def feature(name: str, modality: str, value: float | None) -> MultiModalFeatureS
     )
 
 
+@dataclass(frozen=True)
+class Owner:
+    """As much of an adapter as is asked for."""
+
+    name: str
+    undivided: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Adapted:
     """`AdaptedModel`'s part in it."""
 
@@ -195,7 +207,7 @@ def encoder(*, mixed: bool) -> Any:
     cache.add_request("three", [feature("three-0", "image", 5.0)])
     cache.encoder_outputs["two-2"] = torch.zeros(1, WIDTH)
     made = EncoderRunner(Model(), 8, WIDTH, cache, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
-    owners = {"one": "A", "two": "b", "three": "b"}
+    owners = {"one": Owner("A"), "two": Owner("b"), "three": Owner("b")}
     runner_v2.adapt_encoder_runner(
         made,
         SimpleNamespace(encoder_calls=EncoderCalls(adapted), adapter_of=owners.__getitem__),  # type: ignore[arg-type]

@@ -61,6 +61,9 @@ def wrap_modules(
             ctx.watch_calls(name, rule)
         if spec.kind in LINEAR_KINDS:
             parts[place.path].append(Part(spec, rule, place.start, place.stop))
+        elif spec.kind is LayerKind.SHARED:
+            path, _, parameter = place.path.rpartition(".")
+            ctx.share(name, model.get_submodule(path), parameter)
         elif spec.kind is LayerKind.MATMUL:
             path, _, parameter = place.path.rpartition(".")
             matmuls[path][parameter] = _Layer(spec, rule, ctx, CostModel("factored"), Scratch(), apply_factored)

@@ -19,6 +19,7 @@ from polylens.hosts.vllm.placement import place_layers
 from polylens.hosts.vllm.proof import unproven_layers
 from polylens.hosts.vllm.reach import fault_of_calls, record_calls
 from polylens.hosts.vllm.rules import find_encoder_rules
+from polylens.hosts.vllm.shared import unread_parameters
 from polylens.lora.context import RoutingContext
 from polylens.lora.routing import segments
 from polylens.models.row_rules import ItemSize
@@ -47,10 +48,14 @@ class AdaptedModel:
         placement = place_layers(base, model)
         wrong = unproven_layers(base, model, placement.places)
         places = {name: place for name, place in placement.places.items() if name not in wrong}
-        encoder = find_encoder_rules(model, model_config, specs, places, device)
+        shared = {name: place for name, place in places.items() if specs[name].kind is LayerKind.SHARED}
+        unread = unread_parameters(model, model_config, shared, device)
+        rows = {name: place for name, place in places.items() if name not in shared}
+        encoder = find_encoder_rules(model, model_config, specs, rows, device)
         self.refused: dict[str, str] = {
             **placement.unplaced,
             **wrong,
+            **unread,
             **dict.fromkeys(encoder.out_of_reach, "vLLM's encoder call does not run it"),
         }
         self.absent = frozenset(placement.absent)
@@ -63,7 +68,7 @@ class AdaptedModel:
         self._routed = False
         self._model = model
         self._specs = specs
-        self._places = {name: place for name, place in places.items() if name not in encoder.out_of_reach}
+        self._places = {name: place for name, place in places.items() if name not in self.refused}
         wrap_modules(model, specs, self._places, self.rules, self.ctx, device)
         self._wrap_calls(model)
 

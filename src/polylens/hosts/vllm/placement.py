@@ -17,7 +17,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNor
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from polylens.core import Component, LayerKind, LayerSpec
+from polylens.core import BARE_KINDS, Component, LayerKind, LayerSpec
 
 if TYPE_CHECKING:
     from polylens.hosts.vllm.base import BaseModel
@@ -92,7 +92,7 @@ class _Finder:
 
     def _candidates(self, spec: LayerSpec) -> Iterator[str]:
         """Paths it may have: as the checkpoint has it, as transformers has it, through vLLM's table and without."""
-        is_parameter = spec.kind in (LayerKind.MATMUL, LayerKind.EXPERTS)
+        is_parameter = spec.kind in BARE_KINDS
         key = spec.name if is_parameter else f"{spec.name}.weight"
         for name in (self._base.checkpoint.stored_name(key), key):
             if name is None:
@@ -102,9 +102,9 @@ class _Finder:
                     yield mapped if is_parameter else mapped.removesuffix(".weight")
 
     def _resolve(self, path: str, spec: LayerSpec) -> Place | str | None:
-        if spec.kind is LayerKind.MATMUL:
+        if spec.kind in BARE_KINDS:
             owner = self._modules.get(path.rpartition(".")[0])
-            has = owner is not None and path.rpartition(".")[2] in owner._parameters
+            has = owner is not None and owner._parameters.get(path.rpartition(".")[2]) is not None
             return Place(path, 0, spec.out_features) if has else None
         module = self._modules.get(path)
         if module is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from polylens.core import LayerKind
+from polylens.core import BARE_KINDS, LayerKind
 
 if TYPE_CHECKING:
     from polylens.core import LayerSpec
@@ -93,7 +93,7 @@ class _Comparison:
 
     def _fault_of_values(self, spec: LayerSpec, place: Place) -> str | None:
         """Norms and bare parameters keep their values where vLLM can be asked for them."""
-        is_parameter = spec.kind is LayerKind.MATMUL
+        is_parameter = spec.kind in BARE_KINDS
         stored = self._base.checkpoint.read(spec.name if is_parameter else f"{spec.name}.weight")
         own = self._model.get_parameter(place.path if is_parameter else f"{place.path}.weight")
         if stored is None or stored.shape != own.shape or not torch.equal(stored.to(own.dtype), own.cpu()):
