@@ -204,18 +204,17 @@ class Vllm:
         job = {
             "model": str(self._setting.model),
             "adapter": str(self._setting.adapter(1, targets="layers")) if adapter else None,
+            "lora": "vllm",
             "rank": max(8, self._setting.sizes.rank),  # vLLM allows no smaller bound
             "threads": torch.get_num_threads(),
             "eager": self._eager,
             "max_model_len": 4096,
-            "warm_up": [self._request(one, 0) for one in warm_up(self._setting)],
-            "batches": [
-                [[self._request(one, number) for one in batch] for number in range(self._rounds)] for batch in batches
-            ],
         }
+        warming = [[self._request(one, 0) for one in warm_up(self._setting)]]
+        timed = [[self._request(one, number) for one in batch] for batch in batches for number in range(self._rounds)]
         done = subprocess.run(
             [self._python, str(Path(__file__).with_name("peers_vllm.py"))],
-            input=json.dumps(job),
+            input="".join(f"{json.dumps(line)}\n" for line in (job, *warming, *timed)),
             env=self._environment,
             capture_output=True,
             text=True,
@@ -224,10 +223,12 @@ class Vllm:
         )
         if done.returncode:
             raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
-        result = json.loads(done.stdout)
+        started, _, *runs = (json.loads(line) for line in done.stdout.splitlines())
         kind = "eager" if self._eager else "compiled"
-        self.version = f"vLLM {result['version']}, torch {result['torch']}, {kind}; flags {json.dumps(result['flags'])}"
-        return [Measured(run["times"], run["tokens"]) for run in result["runs"]]
+        flags = json.dumps(started["flags"])
+        self.version = f"vLLM {started['version']}, torch {started['torch']}, {kind}; flags {flags}"
+        of_batch = [runs[start : start + self._rounds] for start in range(0, len(runs), self._rounds)]
+        return [Measured([run["seconds"] for run in rounds], rounds[-1]["tokens"]) for rounds in of_batch]
 
     def _request(self, one: Request, number: int) -> dict[str, Any]:
         file = None

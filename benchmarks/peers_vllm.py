@@ -1,7 +1,8 @@
-"""What `peers.py` runs in vLLM's own environment: one job in as JSON, its answer out.
+"""What `peers.py` and `vllm_prefill.py` run in vLLM's own environment: lines of JSON in, a line of JSON back for each.
 
-It imports nothing of polylens. A job: model, adapter (or null), length limits, and requests (prompt, picture file,
-number of tokens). Every request is timed from the moment it is handed in, its picture not yet processed.
+It imports nothing of polylens. The first line is a job: model, adapter (or null), how adapters are applied, length
+limits. Every other line is a batch of requests (prompt, picture file, number of tokens), timed from the moment it is
+handed in, its pictures not yet processed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,17 @@ import json
 import os
 import sys
 import time
+from typing import Any
+
+LORA_FLAGS: dict[str, dict[str, Any]] = {
+    "vllm": {"enable_tower_connector_lora": True},
+    "polylens": {"worker_cls": "polylens.hosts.vllm.Worker"},
+}
+"""Of a job's "lora": vLLM's own LoRA, or polylens' worker."""
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="2",
         VLLM_LOGGING_LEVEL="ERROR",
@@ -24,9 +32,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever is printed meanwhile is no answer
     import torch
     import vllm
-    from PIL import Image
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+    from vllm import LLM
 
     torch.set_num_threads(job["threads"])
     flags = {
@@ -39,36 +45,38 @@ def main() -> None:
         "mm_processor_cache_gb": 0,
         "enable_prefix_caching": False,
     }
-    lora = None
     if job["adapter"]:
-        flags |= {"enable_lora": True, "enable_tower_connector_lora": True, "max_loras": 1}
-        flags |= {"max_lora_rank": job["rank"]}
-        lora = LoRARequest("adapter", 1, job["adapter"])
+        flags |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": job["rank"], **LORA_FLAGS[job["lora"]]}
     llm = LLM(job["model"], **flags)
-
-    def run(batch: list[dict]) -> tuple[float, list[list[int]]]:
-        inputs = [{"prompt": one["prompt"], **_media(one, Image)} for one in batch]
-        sampling = [SamplingParams(temperature=0, max_tokens=one["tokens"], ignore_eos=True) for one in batch]
-        start = time.perf_counter()
-        outputs = llm.generate(inputs, sampling, lora_request=lora, use_tqdm=False)
-        return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
-
-    result = {"version": vllm.__version__, "torch": torch.__version__, "flags": flags, "runs": []}
-    run(job["warm_up"])
-    for rounds in job["batches"]:
-        times, tokens = [], []
-        for batch in rounds:
-            took, tokens = run(batch)
-            times.append(took)
-        result["runs"].append({"times": times, "tokens": tokens})
-    json.dump(result, answers)
+    _answer(answers, {"version": vllm.__version__, "torch": torch.__version__, "flags": flags})
+    while line := sys.stdin.readline():
+        seconds, tokens = _run(llm, json.loads(line), job["adapter"])
+        _answer(answers, {"seconds": seconds, "tokens": tokens})
     answers.close()
 
 
-def _media(one: dict, image_module) -> dict:
+def _run(llm: Any, batch: list[dict], adapter: str | None) -> tuple[float, list[list[int]]]:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    inputs = [{"prompt": one["prompt"], **_media(one)} for one in batch]
+    sampling = [SamplingParams(temperature=0, max_tokens=one["tokens"], ignore_eos=True) for one in batch]
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
+    start = time.perf_counter()
+    outputs = llm.generate(inputs, sampling, lora_request=lora, use_tqdm=False)
+    return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _media(one: dict) -> dict[str, Any]:
+    from PIL import Image
+
     if one["picture"] is None:
         return {}
-    return {"multi_modal_data": {"image": image_module.open(one["picture"]).convert("RGB")}}
+    return {"multi_modal_data": {"image": Image.open(one["picture"]).convert("RGB")}}
+
+
+def _answer(answers: Any, content: dict[str, Any]) -> None:
+    print(json.dumps(content), file=answers, flush=True)
 
 
 main()

@@ -6,7 +6,7 @@ Nothing of polylens takes part.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -38,10 +38,15 @@ def merged_reference(
     ignore_eos: bool = False,
     dtype: torch.dtype = torch.float32,
     frames_as_pictures: FramesAsPictures | None = None,
+    without: Collection[str] = (),
 ) -> tuple[list[int], torch.Tensor]:
-    """Greedy token ids and the raw logits (tokens, vocab) float32 each was chosen from."""
+    """Greedy token ids and the raw logits (tokens, vocab) float32 each was chosen from.
+
+    without: inputs of the processor's that the model is not given.
+    """
     model, processor = merged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
     inputs = reference_inputs(processor, messages, frames_as_pictures)
+    inputs = {name: value for name, value in inputs.items() if name not in without}
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     token_ids, logits = generated(model, inputs, max_new_tokens, ignore_eos=ignore_eos)
     assert len(token_ids) == max_new_tokens or not ignore_eos
@@ -55,6 +60,7 @@ def reference_answer(
     max_new_tokens: int,
     *,
     dtype: torch.dtype = torch.float32,
+    without: Collection[str] = (),
 ) -> tuple[list[int], torch.Tensor]:
     """As `merged_reference`, by PEFT's model with the adapter beside the weights: where PEFT cannot merge exactly.
 
@@ -63,6 +69,7 @@ def reference_answer(
     """
     model, processor = unmerged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
     inputs = reference_inputs(processor, messages)
+    inputs = {name: value for name, value in inputs.items() if name not in without}
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     return generated(model, inputs, max_new_tokens, ignore_eos=True)
 

@@ -65,15 +65,23 @@ def encode(model: Any, items: Sequence[EncoderItem], device: torch.device) -> li
     return [ItemFeatures(rows) for rows in features]
 
 
-def synthetic_batches(model_config: ModelConfig) -> dict[str, list[EncoderItem]]:
-    """One batch of noise items of unequal sizes, where the processor makes them so, for each of MODALITIES it takes."""
-    processor = MULTIMODAL_REGISTRY.create_processor(model_config)
+def create_processor(model_config: ModelConfig) -> Any:
+    """vLLM's own processor of a model's media."""
+    return MULTIMODAL_REGISTRY.create_processor(model_config)
+
+
+def modalities_of(processor: Any) -> tuple[str, ...]:
+    """Those of MODALITIES that it takes."""
     allowed = processor.info.allowed_mm_limits
+    return tuple(modality for modality in MODALITIES if allowed.get(modality, 0))
+
+
+def synthetic_batches(processor: Any) -> dict[str, list[EncoderItem]]:
+    """One batch of noise items of unequal sizes, where the processor makes them so, for each of MODALITIES it takes."""
     makers = {"image": _picture, "video": _video}
     return {
         modality: _smallest_unequal(partial(_items, processor, modality, makers[modality]))
-        for modality in MODALITIES
-        if allowed.get(modality, 0)
+        for modality in modalities_of(processor)
     }
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
 
 from polylens.core import Component, LayerKind, LayerSpec
-from polylens.hosts.vllm.items import are_equal_in_size, encode, synthetic_batches
+from polylens.hosts.vllm.items import are_equal_in_size, create_processor, encode, modalities_of, synthetic_batches
 from polylens.hosts.vllm.proof import run_alone
+from polylens.hosts.vllm.seams import vllm_version
 from polylens.models.probe import ProbeResult, probe_row_rules
+from polylens.models.probe_cache import ProbeCache
 from polylens.models.probe_hooks import ProbeLayer
+from polylens.models.probe_model import architecture
 from polylens.models.row_rules import RowRule
 
 if TYPE_CHECKING:
@@ -71,9 +75,9 @@ def find_encoder_rules(
     of_encoder = {name: place for name, place in places.items() if specs[name].component is not of_text}
     if not of_encoder:
         return EncoderRules({}, frozenset(), frozenset())
-    with torch.inference_mode():
-        layers = _probe_layers(model, specs, of_encoder)
-        result, modalities = _probe_or_give_up(model, model_config, layers, device)
+    processor = create_processor(model_config)
+    modalities = modalities_of(processor)
+    result = _known_or_probed(model, model_config, processor, specs, of_encoder, device)
     if result is None:
         return EncoderRules(dict.fromkeys(of_encoder, RowRule.UNPROVEN), frozenset(), frozenset())
     rules = {name: result.rules[place.path] for name, place in of_encoder.items()}
@@ -117,14 +121,59 @@ def _probe_layer(model: nn.Module, spec: LayerSpec, path: str) -> ProbeLayer:
     return _PackedLayer(named, module, gain, y_to.new_empty(0))
 
 
+def _known_or_probed(
+    model: nn.Module,
+    model_config: ModelConfig,
+    processor: Any,
+    specs: Mapping[str, LayerSpec],
+    places: Mapping[str, Place],
+    device: torch.device,
+) -> ProbeResult | None:
+    """From an earlier start of the same model, or measured now and kept; None where the probe fails.
+
+    How rows divide does not depend on their type, and is best seen without rounding: what was proven in float32 holds.
+    """
+    cache = ProbeCache()
+    facts = _facts(model, model_config, processor, device)
+    paths = {place.path for place in places.values()}
+    for dtype in ("torch.float32", facts["dtype"]):
+        known = cache.load({**facts, "dtype": dtype}, paths)
+        if known is not None:
+            return known
+    with torch.inference_mode():
+        result = _probe_or_give_up(model, processor, _probe_layers(model, specs, places), device)
+    if result is not None:
+        cache.store(facts, result)
+    return result
+
+
+def _facts(model: nn.Module, model_config: ModelConfig, processor: Any, device: torch.device) -> dict[str, Any]:
+    """What a result depends on, besides the probe itself. Processors that are vLLM's own follow from the config."""
+    hf_processor = processor.info.get_hf_processor()
+    parts: dict[str, Any] = {n: getattr(hf_processor, n, None) for n in ("image_processor", "video_processor")}
+    multimodal = model_config.multimodal_config
+    return {
+        "host": f"vllm {vllm_version()}",
+        "config": architecture(model_config.hf_config.to_dict()),
+        "class": type(model).__qualname__,
+        "transformers": transformers.__version__,
+        "attention": str(getattr(multimodal, "mm_encoder_attn_backend", None)),
+        "dtype": str(model_config.dtype),
+        "device": device.type,
+        "modalities": modalities_of(processor),
+        "options": getattr(multimodal, "mm_processor_kwargs", None),
+        "processors": {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")},
+    }
+
+
 def _probe_or_give_up(
-    model: nn.Module, model_config: ModelConfig, layers: Sequence[ProbeLayer], device: torch.device
-) -> tuple[ProbeResult | None, tuple[str, ...]]:
+    model: nn.Module, processor: Any, layers: Sequence[ProbeLayer], device: torch.device
+) -> ProbeResult | None:
     """The probe runs other people's code on noise. Where that fails nothing is known: slower, and never wrong."""
     try:
-        batches = synthetic_batches(model_config)
+        batches = synthetic_batches(processor)
         equal = all(are_equal_in_size(batch) for batch in batches.values())
-        result = probe_row_rules(
+        return probe_row_rules(
             lambda items: encode(model, items, device),
             list(batches.values()),
             layers,
@@ -138,5 +187,4 @@ def _probe_or_give_up(
             error,
             exc_info=logger.isEnabledFor(logging.DEBUG),
         )
-        return None, ()
-    return result, tuple(batches)
+        return None
