@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.core import BARE_KINDS, LayerKind
+from polylens.models.last_layer import all_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,8 @@ def _record(
         if specs[layer].kind not in (LayerKind.HEAD_NORM, LayerKind.SHARED)
     ]
     try:
-        yield recorded
+        with all_rows(llm.loaded.text_model):
+            yield recorded
     finally:
         for handle in handles:
             handle.remove()

@@ -42,12 +42,11 @@ class Runner:
         ids_t = torch.tensor([token for entry in entries for token in entry.token_ids], device=device)
         positions = torch.cat([_positions(e) for e in entries], dim=1).to(device)
         batch = self._ragged_batch(entries)
-        ends = [rows.stop - 1 for rows, entry in zip(batch.sequences, entries, strict=True) if entry.samples]
         token_segments = segments([entry.num_tokens for entry in entries], [entry.seq.adapter for entry in entries])
-        head_segments = segments([1] * len(ends), [entry.seq.adapter for entry in entries if entry.samples])
+        sampling = [entry.seq.adapter for entry in entries if entry.samples]
+        head_segments = segments([1] * len(sampling), sampling)
         with self._context.text(token_segments, head_segments), self._advanced(entries):
-            hidden_td = self._text.forward(ids_t, positions, batch, media)
-            return self._text.logits(hidden_td[torch.tensor(ends, dtype=torch.long, device=device)])
+            return self._text.logits(self._text.forward(ids_t, positions, batch, media))
 
     def _advanced(self, entries: Sequence[StepEntry]) -> ExitStack:
         """Around the computation of the entries: the states that their sequences carry go from start to stop."""
@@ -80,6 +79,7 @@ class Runner:
             self._text.two_way_in_windows_only,
             carried=self._carried(entries),
             only_rows=self._context.only_rows,
+            wanted=[row.stop - 1 for row, entry in zip(rows, entries, strict=True) if entry.samples],
             kernels=self._kernels,
         )
 

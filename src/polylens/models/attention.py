@@ -34,6 +34,10 @@ ATTENTION_NAME = "polylens_ragged"
 _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 
 
+class KeysWrittenError(Exception):
+    """Leaves a layer that was run for its keys and values alone; caught by `last_layer`, never seen elsewhere."""
+
+
 class KVStore(Protocol):
     """Where keys and values of all layers live, addressed by slot (one slot a token)."""
 
@@ -107,7 +111,9 @@ class RaggedBatch:
 
     spans_in_windows_only: whether only sliding-window layers look both ways within spans. carried: each sequence's
     state, for models whose layers carry one (`recurrent`). only_rows: opened around calls that see only these
-    [start, stop) ranges of the rows. kernels: compiled ones for sequences that decode, if there are any.
+    [start, stop) ranges of the rows. kernels: compiled ones for sequences that decode, if there are any. wanted: the
+    rows whose hidden states are read afterwards, each the last of a sequence (None: all); only_wanted: set where those
+    of no other row were computed. only_keys, keys_are_written: the two runs of the last layer then (`last_layer`).
     """
 
     sequences: Sequence[SequenceRows]
@@ -117,6 +123,10 @@ class RaggedBatch:
     carried: Sequence[CarriedState] = ()
     only_rows: Callable[[Sequence[tuple[int, int]]], AbstractContextManager[Any]] = nullcontext
     kernels: Kernels | None = None
+    wanted: Sequence[int] | None = None
+    only_wanted: bool = False
+    only_keys: bool = False
+    keys_are_written: bool = False
     masks: dict[tuple[int, Reach], torch.Tensor | None] = field(default_factory=dict)
 
     def positions_t(self, device: torch.device) -> torch.Tensor:
@@ -161,8 +171,10 @@ def ragged_attention(
     _refuse_unsupported(kwargs, attention_mask)
     batch, layer = polylens_batch, int(module.layer_idx)  # type: ignore[arg-type]
     source = _layer_of_keys(module, layer)
-    if source == layer:
+    if source == layer and not batch.keys_are_written:
         batch.store.write(layer, batch.write_slots_t, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if batch.only_keys:
+        raise KeysWrittenError
     if (scale := getattr(module, _QUERY_SCALE, None)) is not None:
         query = query * scale(batch.positions_t(query.device))[:, None].to(query.dtype)
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
@@ -245,7 +257,7 @@ def attention_mask_nc(rows: SequenceRows, reach: Reach, device: torch.device) ->
     n, c, first = rows.num_rows, rows.num_context, rows.first_position
     spans = [(a, b) for a, b in rows.spans if b > first and a < c and b - a > 1]
     narrow = reach.first_seen(c - 1) > 0
-    if n == 1 and not spans:
+    if n == 1:  # the last token: no span reaches beyond it, and what is out of its reach was left out
         return None
     if first == 0 and not spans and not narrow:
         return None

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polylens.errors import InternalError
 from polylens.models.attention import ATTENTION_NAME, register_attention
+from polylens.models.last_layer import LastLayer
 from polylens.models.recurrent import CarriedState, wrap_mixers
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def make_ragged(loaded: LoadedModel) -> int:
     if prepare is not None:
         prepare(loaded.text_model)
     is_text_only = model.config.get_text_config() is model.config
+    LastLayer.put_into(loaded.text_model)
     model.set_attn_implementation(ATTENTION_NAME if is_text_only else {"text_config": ATTENTION_NAME})
     return wrap_mixers(loaded.text_model)
 
@@ -109,7 +112,7 @@ class TextRunner:
     def forward(
         self, token_ids_t: torch.Tensor, positions: torch.Tensor, batch: RaggedBatch, media: MediaRows | None
     ) -> torch.Tensor:
-        """(t,) ids -> (t, d) hidden states. positions: (3, t) or (1, t)."""
+        """(t,) ids -> (s, d) hidden states of the rows that the batch wants. positions: (3, t) or (1, t)."""
         ids_t = self._ids_to_embed(token_ids_t, media)
         x_td = self._with_features(self._embed(ids_t), media)
         output = self._text(
@@ -119,7 +122,7 @@ class TextRunner:
             polylens_batch=batch,
             **self._arguments(TextStep(self._text, self._config, token_ids_t, ids_t, x_td, media, batch.sequences)),
         )
-        return output.last_hidden_state[0]
+        return _wanted(output.last_hidden_state[0], batch)
 
     def logits(self, hidden_sd: torch.Tensor) -> torch.Tensor:
         """(s, d) hidden states of the rows to sample from -> (s, vocab) float32 logits."""
@@ -127,6 +130,15 @@ class TextRunner:
         if self._softcap is not None:  # Gemma, whose model applies it after the head
             logits_sv = torch.tanh(logits_sv / self._softcap) * self._softcap
         return logits_sv.float()
+
+
+def _wanted(hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    """Of the hidden states that a text model gave, those that the batch wants."""
+    if batch.only_wanted:
+        if batch.wanted is None or hidden.shape[0] != len(batch.wanted):
+            raise InternalError(f"the text model made {hidden.shape[0]} rows of the wanted ones")
+        return hidden
+    return hidden if batch.wanted is None else hidden[list(batch.wanted)]
 
 
 def _placeholders(config: Any) -> torch.Tensor:
