@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -50,8 +51,9 @@ def fused_s(rows: int, in_features: int, out_features: int, rank: int, calibrati
     return flops / calibration.flops_per_s + values / calibration.values_per_s + 2 * calibration.call_s
 
 
+@functools.lru_cache(4096)
 def choose(rows: int, in_features: int, out_features: int, rank: int, calibration: Calibration) -> Way:
-    """The cheaper way for one segment of `rows` rows."""
+    """The cheaper way for one segment of `rows` rows; remembered, as the layers of a step ask the same."""
     factored = factored_s(rows, in_features, out_features, rank, calibration)
     fused = fused_s(rows, in_features, out_features, rank, calibration)
     return "factored" if factored <= fused else "fused"
