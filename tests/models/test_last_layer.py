@@ -139,6 +139,16 @@ def test_a_layer_with_other_arguments_computes_all_rows(text: Text) -> None:
     assert text.last.rows_out == [16]
 
 
+def test_hidden_states_of_another_form_are_computed_whole(text: Text) -> None:
+    """Several streams (Gemma 3n), say: which dimension holds the rows is then not known."""
+    x_1td, batch = step([15])
+    text.layers = text.layers[1:]
+    x_2td = x_1td.expand(2, -1, -1)
+    text.last.forward.__self__._whole = lambda hidden_states, **_: hidden_states
+    assert text.last(x_2td, polylens_batch=batch).shape == x_2td.shape
+    assert not batch.only_wanted
+
+
 def test_a_layer_without_keys_runs_once() -> None:
     text = new_text(Recurrent)
     x_1td, batch = step([15])

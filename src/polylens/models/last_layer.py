@@ -50,7 +50,7 @@ class LastLayer:
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """(1, t, d) -> (1, t, d), or (1, s, d) where the batch then says that only the s wanted rows are given."""
         batch: RaggedBatch | None = kwargs.get("polylens_batch")
-        if batch is None or not self._spares(batch, hidden_states.shape[1]) or not _is_common(args, kwargs):
+        if batch is None or not self._spares(batch, hidden_states.shape[:-1]) or not _is_common(args, kwargs):
             output = self._whole(hidden_states, *args, **kwargs)
             self._gives_hidden_states = isinstance(output, torch.Tensor) and output.shape == hidden_states.shape
             return output
@@ -60,11 +60,12 @@ class LastLayer:
             batch.only_wanted = True
         return self._of_wanted(batch, hidden_states, args, kwargs)
 
-    def _spares(self, batch: RaggedBatch, num_rows: int) -> bool:
+    def _spares(self, batch: RaggedBatch, shape: tuple[int, ...]) -> bool:
         """Whether the rows spared weigh more than reading the weights before the attention twice."""
         if batch.wanted is None or not (self._may_spare and self._gives_hidden_states):
             return False
-        return 2 * len(batch.wanted) <= num_rows
+        num_rows = batch.sequences[-1].stop
+        return shape == (1, num_rows) and 2 * len(batch.wanted) <= num_rows
 
     def _of_wanted(
         self, batch: RaggedBatch, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
