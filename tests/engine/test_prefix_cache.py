@@ -51,6 +51,22 @@ def test_pages_of_generated_tokens_are_kept_too():
     assert num_found(cache, make_sequence("b", list(range(9)))) == 2
 
 
+def test_generated_tokens_that_saw_less_than_a_prompts_are_told_apart():
+    allocator, cache = make_cache()
+    seq = make_sequence("a", list(range(6)))
+    seq.keeps_prompt = True
+    for token in range(6, 12):
+        seq.append(token)
+    compute(allocator, cache, seq)
+    longer, same = make_sequence("b", list(range(13))), make_sequence("c", list(range(6)))
+    for other in (longer, same):
+        other.keeps_prompt = True
+    for token in range(6, 13):
+        same.append(token)
+    assert num_found(cache, longer) == 1
+    assert num_found(cache, same) == 3
+
+
 def test_language_digest_decides_not_the_adapter():
     allocator, cache = make_cache()
     prompt = list(range(9))

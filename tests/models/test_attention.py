@@ -107,6 +107,24 @@ def test_equals_the_plain_definition(
     torch.testing.assert_close(out[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("new", [1, 2, 7, 12])
+def test_a_prompt_that_stays_in_reach(new: int) -> None:
+    length, num_prompt, window = 12, 6, 3
+    g = torch.Generator().manual_seed(new)
+    store, slots = DictStore(length), torch.randperm(length, generator=g)
+    k, v = (torch.randn(length, KV_HEADS, WIDTH, generator=g) for _ in range(2))
+    q = torch.randn(new, HEADS, WIDTH, generator=g)
+    store.write(0, slots[: length - new], k[: length - new], v[: length - new])
+    rows = SequenceRows(0, new, slots, num_prompt=num_prompt)
+    config = SimpleNamespace(layer_types=["reference_sliding_attention"], sliding_window=window)
+    module = SimpleNamespace(layer_idx=0, config=config)
+    flat = [x.transpose(0, 1)[None] for x in (q, k[length - new :], v[length - new :])]
+    batch = RaggedBatch([rows], slots[length - new :], store)
+    out, _ = ragged_attention(module, *flat, None, scaling=WIDTH**-0.5, polylens_batch=batch)
+    mask = [[j <= i and (j < num_prompt or i - j < window) for j in range(length)] for i in range(length - new, length)]
+    torch.testing.assert_close(out[0], plain_attention(q, k, v, torch.tensor(mask)), rtol=1e-5, atol=1e-5)
+
+
 def test_plain_causal_needs_no_mask() -> None:
     rows = SequenceRows(0, 5, torch.arange(5))
     assert attention_mask_nc(rows, Reach(), torch.device("cpu")) is None

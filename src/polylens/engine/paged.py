@@ -88,6 +88,7 @@ class PagedExecutor:
         jobs = [EncodeJob.of(item, seq.adapter, seq.cache_salt) for item in prompt.items]
         seq.media = _media_spans(prompt, jobs)
         seq.bidirectional_spans = two_way_spans(self._two_way, prompt)
+        seq.keeps_prompt = self._text.runner.keeps_prompt
         self._media[seq.request_id] = _Media({job.key: job for job in jobs})
 
     def prepare(self, entries: Sequence[StepEntry]) -> dict[str, PolylensError]:

@@ -156,6 +156,8 @@ def _page_digest(parent: bytes, seq: Sequence, index: int, page_tokens: int) -> 
         digest.update(_ints([media.start, media.length, media.offset_in_item]) + _text(media.vision_key))
     spans = [span for span in seq.bidirectional_spans if span[0] < stop and start < span[1]]
     digest.update(_ints([edge for span in spans for edge in span]))
+    if seq.keeps_prompt and seq.num_prompt_tokens < stop:  # where the prompt ends decides what the others saw
+        digest.update(_ints([seq.num_prompt_tokens]))
     return digest.digest()
 
 

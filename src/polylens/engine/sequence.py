@@ -72,6 +72,7 @@ class Sequence:
     prompt's position ids as the model border makes them, and what is added to the index of a generated token
     to get its position. cached_tokens: prompt tokens found in the prefix cache at the first admission.
     cache_salt: part of the keys under which the prefix cache keeps its pages.
+    keeps_prompt: whether tokens that are generated see otherwise than those of a prompt (`Reach.keeps_prompt`).
     generator: this request's own source of random draws (None while greedy). logit_rules: what it does to its
     logits (None: nothing).
     """
@@ -86,6 +87,7 @@ class Sequence:
     bidirectional_spans: tuple[tuple[int, int], ...] = ()
     positions: torch.Tensor | None = None
     position_delta: int = 0
+    keeps_prompt: bool = False
     generator: torch.Generator | None = None
     logit_rules: LogitRules | None = None
 

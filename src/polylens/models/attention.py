@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "polylens_ragged"
 
+PROMPT_KEPT = "reference_sliding_attention"
+"""transformers' kind of layers that see a window of generated tokens, and all of the prompt (Unlimited-OCR)."""
+
 # Arguments some families pass that change the result and that are not served yet.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 
@@ -53,18 +56,24 @@ class KVStore(Protocol):
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a layer sees: the last `window` tokens, or its own chunk of `chunk` tokens (None: everything)."""
+    """How far back a layer sees: the last `window` tokens, or its own chunk of `chunk` tokens (None: everything).
+
+    keeps_prompt: whether the prompt's tokens are seen in any case.
+    """
 
     window: int | None = None
     chunk: int | None = None
+    keeps_prompt: bool = False
 
     @classmethod
     def of(cls, module: torch.nn.Module, layer: int, window: int | None) -> Reach:
-        """Llama 4's chunked layers are told by the config alone."""
+        """Some layers are told by the config alone: Llama 4's chunked ones, Unlimited-OCR's."""
         config: Any = module.config
         kinds = getattr(config, "layer_types", None) or ()
-        chunked = layer < len(kinds) and kinds[layer] == "chunked_attention"
-        return cls(window, config.attention_chunk_size if chunked else None)
+        kind = kinds[layer] if layer < len(kinds) else None
+        if kind == PROMPT_KEPT:
+            return cls(config.sliding_window, keeps_prompt=True)
+        return cls(window, config.attention_chunk_size if kind == "chunked_attention" else None)
 
     def first_seen(self, position: int) -> int:
         """The earliest token that the token at `position` sees."""
@@ -74,6 +83,13 @@ class Reach:
         if self.chunk is not None:
             starts.append(position - position % self.chunk)
         return max(starts)
+
+    def seen_by_last(self, rows: SequenceRows) -> torch.Tensor:
+        """The store's slots of all tokens that a sequence's last token sees."""
+        first = self.first_seen(rows.num_context - 1)
+        if self.keeps_prompt and first > 0:
+            return torch.cat([rows.slots_c[: min(first, rows.num_prompt)], rows.slots_c[first:]])
+        return rows.slots_c[first:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +229,7 @@ def _attend_decoding(
     done = {i: rows for i, rows in enumerate(batch.sequences) if rows.num_rows == 1 and rows.first_position > 0}
     if done:
         keys_sge, values_sge = batch.store.layer(layer)
-        seen = [(rows.start, rows.slots_c[reach.first_seen(rows.num_context - 1) :]) for rows in done.values()]
+        seen = [(rows.start, reach.seen_by_last(rows)) for rows in done.values()]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         batch.kernels.decode_attention_(out[0], query[0].transpose(0, 1), keys_sge, values_sge, seen, scale)
     return frozenset(done)
@@ -233,7 +249,7 @@ def _attend(
     rows = batch.sequences[index]
     slots_c = rows.slots_c
     if rows.num_rows == 1:
-        slots_c = slots_c[reach.first_seen(rows.num_context - 1) :]  # a single query needs no mask
+        slots_c = reach.seen_by_last(rows)  # a single query needs no mask
     if rows.first_position == 0:
         k, v = key[:, :, rows.start : rows.stop], value[:, :, rows.start : rows.stop]
     else:
@@ -267,7 +283,8 @@ def attention_mask_nc(rows: SequenceRows, reach: Reach, device: torch.device) ->
     for a, b in spans:
         mask = mask | ((q_pos >= a) & (q_pos < b) & (k_pos >= a) & (k_pos < b))
     if reach.window is not None:
-        mask = mask & (k_pos > q_pos - reach.window)
+        near = k_pos > q_pos - reach.window
+        mask = mask & (near | (k_pos < rows.num_prompt) if reach.keeps_prompt else near)
     if reach.chunk is not None:
         mask = mask & (k_pos // reach.chunk == q_pos // reach.chunk)
     return mask

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polylens.errors import InternalError
-from polylens.models.attention import ATTENTION_NAME, register_attention
+from polylens.models.after_head import after_head
+from polylens.models.attention import ATTENTION_NAME, PROMPT_KEPT, register_attention
 from polylens.models.last_layer import LastLayer
 from polylens.models.recurrent import CarriedState, wrap_mixers
 
@@ -77,7 +78,7 @@ class TextRunner:
         self._text = loaded.text_model
         self._config = loaded.config
         self._head = loaded.head
-        self._softcap = getattr(loaded.config.get_text_config(), "final_logit_softcapping", None)
+        self._after_head = after_head(loaded.model)
         self._embed = loaded.model.get_input_embeddings()
         self._padding_id, self._placeholders_p = 0, None
         if loaded.notes.media_embed_as_padding:
@@ -87,6 +88,7 @@ class TextRunner:
         self.device = loaded.device
         self.two_way_in_windows_only = loaded.notes.two_way_in_windows_only
         self.carries_state = make_ragged(loaded) > 0
+        self.keeps_prompt = PROMPT_KEPT in (getattr(loaded.config.get_text_config(), "layer_types", None) or ())
 
     def new_state(self) -> CarriedState:
         """The state of a sequence of which nothing is computed (only for models that carry one)."""
@@ -126,10 +128,7 @@ class TextRunner:
 
     def logits(self, hidden_sd: torch.Tensor) -> torch.Tensor:
         """(s, d) hidden states of the rows to sample from -> (s, vocab) float32 logits."""
-        logits_sv = self._head(hidden_sd)
-        if self._softcap is not None:  # Gemma, whose model applies it after the head
-            logits_sv = torch.tanh(logits_sv / self._softcap) * self._softcap
-        return logits_sv.float()
+        return self._after_head(self._head(hidden_sd)).float()
 
 
 def _wanted(hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
