@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from polylens.core import Adapter, Request, TokenLogprob
     from polylens.engine.adapter_lease import StoreLease
     from polylens.engine.executor import Executor
+    from polylens.engine.plan import MemoryPlan
     from polylens.engine.stopping import OutputStep, OutputStream
     from polylens.models.loading import LoadedModel
     from polylens.models.prepared import PreparedPrompt
@@ -78,7 +79,8 @@ class _Request:
 class Engine:
     """Runs one loaded model for many requests at once, each with its own adapter or none."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, plan: MemoryPlan | None = None) -> None:
+        """plan: how memory is divided; None: as measured."""
         self.loaded = loaded = settled(loaded)
         self.config = config
         self.context = RoutingContext(head_layer=loaded.head_name)
@@ -86,7 +88,7 @@ class Engine:
         self._kernels = _kernels(loaded, config)
         make_linears_fast(loaded.model, *(() if loaded.is_hosted else (loaded.text_model, loaded.head)))
         text = None if loaded.is_hosted else MeasuredText.of(loaded)
-        self.plan = make_plan(loaded, text, self.context, config)
+        self.plan = plan or make_plan(loaded, text, self.context, config)
         self._adapter_files = AdapterFiles(loaded, config)
         self.registry = AdapterStore(
             self._adapter_files.read,

@@ -24,6 +24,7 @@ from PIL import Image
 from polylens.config import EngineConfig
 from polylens.core import ChatRequest, SamplingParams
 from polylens.disk_cache import DiskCache
+from polylens.engine.plan import MemoryPlan
 from polylens.models.families import TwoWay
 from polylens.models.generation import generation_steps
 from polylens.models.loading import prepare_model
@@ -50,6 +51,23 @@ MIN_CONTRAST = 10.0
 
 MAX_REASON = 160
 """Characters shown of what transformers says where it fails."""
+
+_AMPLE = MemoryPlan(
+    budget_bytes=1 << 40,
+    weight_bytes=0,
+    encoder_bytes=0,
+    step_bytes=0,
+    adapter_scratch_bytes=0,
+    features_bytes=0,
+    kv_bytes=1 << 32,
+    vision_cache_bytes=1 << 28,
+    adapter_bytes=0,
+    max_encoder_rows=1 << 20,
+    max_item_rows=1 << 20,
+    kv_tokens=1 << 20,
+)
+"""A stand-in and two prompts are small wherever the model itself fits: nothing need be measured. Pages are made for no
+more tokens than these prompts have."""
 
 NUM_TOKENS = 4
 """Tokens generated a request: the prefill's, and three decodes."""
@@ -199,7 +217,7 @@ def _answered(ready: LoadedModel, asked: Sequence[Any]) -> list[Answer]:
     model = dataclasses.replace(ready, max_model_len=longest)
     config = EngineConfig(max_step_tokens=max(2, longest * 2 // 3), max_running=len(asked), prefix_cache=False)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, return_logits=True)
-    engine = Engine(model, config)
+    engine = Engine(model, config, _AMPLE)
     ids = [engine.add_request(ChatRequest(messages, sampling=sampling)) for messages in asked]
     done = {}
     while engine.has_unfinished():
