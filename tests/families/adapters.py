@@ -24,10 +24,14 @@ CONNECTOR_MARKS = (
     ".connector.",
     "downsample",
     "mm_projector",
-    "model.projector.",
+    "model.projector",
     "resampler_model",
     "head_linear",
     "embed_vision",
+    ".aligner.",
+    "density_router",
+    "generation_aligner",
+    "generation_head",
 )
 """Parts of a module path that belong to the connector in one of the families."""
 TOWER_MARKS = ("visual", "vision_tower", "image_tower", "video_tower", "vision_encoder", "vision_model")
@@ -86,8 +90,10 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Llama 4's router is a linear layer that returns a tuple: PEFT cannot adapt it."""
-    return isinstance(module, nn.Linear) and not type(module).__name__.endswith("Router")
+    """Llama 4's router is a linear layer that returns a tuple, and the last of torch's attention (Aria) is never
+    called: PEFT cannot adapt them."""
+    never_called = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return isinstance(module, nn.Linear) and not never_called and not type(module).__name__.endswith("Router")
 
 
 def component_of(name: str) -> str:

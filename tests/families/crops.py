@@ -216,9 +216,9 @@ def got_tokenizer() -> PreTrainedTokenizerBase:
     return qwen_tokenizer((*CHATML_SPECIAL, "<img>", "</img>", "<imgpad>"), eos="<|endoftext|>")
 
 
-def got_ocr2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def got_vision() -> dict[str, object]:
     """SAM's tower: windows (with padding) and a layer that sees everything; a tower in convolutions' layout."""
-    vision = {
+    return {
         "hidden_size": 32,
         "output_channels": 16,
         "num_hidden_layers": 2,
@@ -229,9 +229,12 @@ def got_ocr2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         "global_attn_indexes": [1],
         "mlp_dim": 64,
     }
+
+
+def got_ocr2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     config = GotOcr2Config(
         text_config=text_config(tokenizer, "<|im_end|>", model_type="qwen2"),
-        vision_config=vision,
+        vision_config=got_vision(),
         image_token_index=tokenizer.convert_tokens_to_ids("<imgpad>"),
     )
     return GotOcr2ForConditionalGeneration(config)

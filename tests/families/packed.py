@@ -29,12 +29,18 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from tests.families.cohere_compass import cohere_compass, cohere_compass_processor, cohere_compass_tokenizer
 from tests.families.ernie4_5_vl_moe import (
     ernie4_5_vl_moe,
     ernie4_5_vl_moe_processor,
     ernie4_5_vl_moe_tokenizer,
 )
 from tests.families.glm import GLM
+from tests.families.hyperclovax_vision_v2 import (
+    hyperclovax_tokenizer,
+    hyperclovax_vision_v2,
+    hyperclovax_vision_v2_processor,
+)
 from tests.families.kimi_k25 import kimi_k25, kimi_k25_processor, kimi_k25_tokenizer
 from tests.families.paddleocr_vl import paddleocr_vl, paddleocr_vl_processor, paddleocr_vl_tokenizer
 from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
@@ -225,6 +231,16 @@ PACKED: Mapping[str, Family] = {
         _qwen3_5_moe,
         QWEN_STOP,
         takes_videos=True,
+    ),
+    "cohere_compass": Family(
+        cohere_compass_tokenizer,
+        cohere_compass_processor,
+        cohere_compass,
+        ("<|END_OF_TURN_TOKEN|>",),
+        takes_videos=True,
+    ),
+    "hyperclovax_vision_v2": Family(
+        hyperclovax_tokenizer, hyperclovax_vision_v2_processor, hyperclovax_vision_v2, QWEN_STOP, takes_videos=True
     ),
     "kimi_k25": Family(
         kimi_k25_tokenizer,

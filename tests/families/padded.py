@@ -23,6 +23,22 @@ PADDED: Mapping[str, Family] = {
     "llava_pixtral": Family(
         pixtral.pixtral_tokenizer, pixtral.llava_pixtral_processor, pixtral.llava_pixtral, ("</s>",)
     ),
+    "minicpm_ocr": Family(
+        minicpm.minicpm_tokenizer,
+        minicpm.minicpm_ocr_processor,
+        minicpm.minicpm_ocr,
+        _QWEN_STOP,
+        seed=1,
+        takes_videos=True,
+    ),
+    "minicpmv4_7": Family(
+        minicpm.minicpm_tokenizer,
+        minicpm.minicpmv4_7_processor,
+        minicpm.minicpmv4_7,
+        _QWEN_STOP,
+        seed=1,
+        takes_videos=True,
+    ),
     "minicpmv4_6": Family(
         minicpm.minicpm_tokenizer,
         minicpm.minicpmv4_6_processor,

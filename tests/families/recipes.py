@@ -21,10 +21,10 @@ class Family:
 
     seed: of the random weights; of some, float32 itself is off by more than what counts as equal.
     takes_videos: whether its processor does. stacks_videos: whether it takes several in a request only if they have
-    equally many frames. needs_picture: whether it refuses a request without one. takes_turns: whether it takes
-    earlier answers. mixes_kinds: whether transformers' own forward takes pictures and videos in one prompt.
-    silent_tokens: never answered: where a model answers with a media token, transformers puts the first picture's
-    first feature in its place.
+    equally many frames; stacks_pictures: the same of pictures and tiles. needs_picture: whether it refuses a request
+    without one. takes_turns: whether it takes earlier answers. mixes_kinds: whether transformers' own forward takes
+    pictures and videos in one prompt. silent_tokens: never answered: where a model answers with a media token,
+    transformers puts the first picture's first feature in its place.
     """
 
     make_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -34,6 +34,7 @@ class Family:
     seed: int = 0
     takes_videos: bool = False
     stacks_videos: bool = False
+    stacks_pictures: bool = False
     needs_picture: bool = False
     takes_turns: bool = True
     mixes_kinds: bool = True

@@ -45,9 +45,8 @@ def merged_reference(
     without: inputs of the processor's that the model is not given.
     """
     model, processor = merged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
-    inputs = reference_inputs(processor, messages, frames_as_pictures)
+    inputs = _cast(reference_inputs(processor, messages, frames_as_pictures), dtype)
     inputs = {name: value for name, value in inputs.items() if name not in without}
-    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     token_ids, logits = generated(model, inputs, max_new_tokens, ignore_eos=ignore_eos)
     assert len(token_ids) == max_new_tokens or not ignore_eos
     return token_ids, logits
@@ -68,9 +67,8 @@ def reference_answer(
     have none.
     """
     model, processor = unmerged_model(checkpoint, adapter, dtype), processor_of(checkpoint)
-    inputs = reference_inputs(processor, messages)
+    inputs = _cast(reference_inputs(processor, messages), dtype)
     inputs = {name: value for name, value in inputs.items() if name not in without}
-    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     return generated(model, inputs, max_new_tokens, ignore_eos=True)
 
 
@@ -151,8 +149,19 @@ def _lost_pixels(processor: ProcessorMixin, messages: Messages, inputs: Mapping[
     return {name: torch.cat([one[name] for one in alone], dim=1) for name in names}
 
 
-def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+LISTS = ("num_local_patches", "patches_grid")
+"""What some models take as lists (Unlimited-OCR)."""
+
+
+def _tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) or name in LISTS}
+
+
+def _cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    def floats(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+    return {name: value.to(dtype) if floats(value) else value for name, value in inputs.items()}
 
 
 def _video_options(videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -191,7 +200,7 @@ def merged_model(checkpoint: str | Path, adapter: str | Path | None, dtype: torc
     return model.eval()
 
 
-RENAMED_WRONGLY = ("deepseek_ocr2",)
+RENAMED_WRONGLY = ("deepseek_ocr2", "unlimited_ocr")
 """Families whose adapters PEFT 0.21.2 loads in part, with a warning only: it renames keys that are right."""
 
 

@@ -18,11 +18,13 @@ PATCHES: Mapping[str, RowRule] = {"": RowRule.PATCHES}
 TINY_PICTURES = RowRule.TILES
 """Of towers that take every patch as a picture of its own, (patches, 3, side, side)."""
 EXPECTED: Mapping[str, Mapping[str, RowRule]] = {
+    "cohere_compass": PATCHES,
     "ernie4_5_vl_moe": PATCHES,
     "glm4v": PATCHES,
     "glm46v": PATCHES,
     "glm4v_moe": PATCHES,
     "glm_ocr": PATCHES,
+    "hyperclovax_vision_v2": PATCHES,
     "kimi_k25": {"mm_projector": RowRule.TOKENS, "": TINY_PICTURES},
     "paddleocr_vl": {"projector": RowRule.PER_CALL, "": TINY_PICTURES},
     "qwen3_5": PATCHES,

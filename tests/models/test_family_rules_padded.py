@@ -20,6 +20,7 @@ from tests.models.test_probe_model import deepened
 GEMMA4 = {r"embed_vision": RowRule.PATCHES, "": RowRule.TILES}
 TILED = {"": RowRule.TILES}
 PIXTRAL = {r"patch_conv$": RowRule.IMAGES, "": RowRule.PATCHES}
+MINICPM = {r"patch_embedding": RowRule.UNPROVEN, r"^model\.merger": RowRule.PER_TILE}
 
 RULES: Mapping[str, Mapping[str, RowRule]] = {
     "gemma4": GEMMA4,
@@ -29,11 +30,9 @@ RULES: Mapping[str, Mapping[str, RowRule]] = {
     "lfm2_vl": {r"vision_tower\.head\.": RowRule.NO_EFFECT, "": RowRule.TILES},
     "lighton_ocr": PIXTRAL,
     "llava_pixtral": PIXTRAL,
-    "minicpmv4_6": {
-        r"patch_embedding": RowRule.UNPROVEN,
-        r"^model\.merger": RowRule.PER_TILE,
-        "": RowRule.PATCHES,
-    },
+    "minicpm_ocr": {**MINICPM, r"vit_merger": RowRule.NO_EFFECT, "": RowRule.PATCHES},
+    "minicpmv4_6": {**MINICPM, "": RowRule.PATCHES},
+    "minicpmv4_7": {**MINICPM, "": RowRule.PATCHES},
     "mistral3": PIXTRAL,
     "smolvlm": TILED,
 }

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # A merger inside the tower module is the connector: it maps patches to the text model's width
-# (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample; Ovis 2: head_linear).
-_CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample|head_linear|head_norm)(?:\.|$)")
-_VIDEO_TOWER = re.compile(r"(?:^|\.)video_tower\.")
-"""Video-LLaVA's second tower, which transformers does not name as the encoder of videos."""
+# (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample; Ovis 2: head_linear; Granite
+# Docling: connector).
+_CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample|head_linear|head_norm|connector)(?:\.|$)")
+_SECOND_TOWER = re.compile(r"(?:^|\.)(?:video_tower|high_res_vision_(?:model|neck|proj))\.")
+"""Towers that transformers does not name as the encoder: Video-LLaVA's of videos, DeepSeek-VL's of large pictures."""
 
 
 _OWNED = (LayerKind.EXPERTS, LayerKind.SHARED)
@@ -176,7 +177,7 @@ def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
     def locate(name: str) -> Component:
         if name == head or name.startswith(f"{text}."):
             return Component.LANGUAGE_MODEL
-        if _VIDEO_TOWER.search(name):
+        if _SECOND_TOWER.search(name):
             return Component.VISION_TOWER
         if name.startswith(f"{tower}.") and not _CONNECTOR_IN_TOWER.match(name.removeprefix(f"{tower}.")):
             return Component.VISION_TOWER

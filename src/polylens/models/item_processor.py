@@ -29,7 +29,7 @@ def media_part(processor: Any, kind: MediaKind) -> Any:
 
 def media_token(processor: Any, kind: MediaKind) -> str | None:
     """What stands for one item in the text that a template renders; None where the processor names nothing."""
-    return getattr(processor, f"{kind}_token", None)
+    return getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,8 @@ def _pack(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         values = [output[name] for output in outputs if name in output]
         if name.startswith("pixel_"):  # pixels and their masks
             packed[name] = PixelRows(row for value in values for row in (value if value.dim() > 2 else [value]))
+        elif isinstance(values[0], torch.Tensor) and not values[0].dim():  # of the whole call: the most crops (Aria)
+            packed[name] = torch.stack(values).max()
         elif isinstance(values[0], torch.Tensor):
             packed[name] = torch.cat(values)
         else:  # metadata: processors write into it, so the remembered one is never handed out

@@ -142,9 +142,15 @@ Change = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _is_row_norm(layer: ProbeLayer, x: Any, y: Any) -> bool:
-    """Whether a norm was called on vectors of its width and gave as many back (some have channels first)."""
+    """Whether a norm was called on vectors of its width and norms each by itself (some have channels first)."""
     tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
-    return tensors and x.shape == y.shape and x.shape[-1] == layer.spec.in_features
+    if not tensors or x.shape != y.shape or x.shape[-1] != layer.spec.in_features:
+        return False
+    try:
+        rows = layer.module.forward(x.reshape(-1, x.shape[-1]))
+    except (RuntimeError, IndexError, ValueError):  # it wants another number of dimensions
+        return False
+    return bool(torch.allclose(rows.view(y.shape), y, rtol=1e-4, atol=1e-5))
 
 
 def _num_rows(y: torch.Tensor, is_convolution: bool) -> int:

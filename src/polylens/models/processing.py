@@ -73,6 +73,8 @@ class Processing:
         self.template_limit_s = None if beside is None else TEMPLATE_LIMIT_S
         self.tokenizer = processor.tokenizer
         self.notes = notes_for(getattr(config, "model_type", "")).processor
+        if self.notes.no_chat is not None:
+            raise ModelLoadError(f"the model cannot be asked in a conversation: {self.notes.no_chat}")
         self._commands = re.compile(self.notes.commands) if self.notes.commands else None
         self.template = _chat_template(processor, self.notes.chat_template)
         self.feature_ids = _feature_ids(processor, config, self.notes)
@@ -147,6 +149,10 @@ class Processing:
         )
         return PreparedPrompt(ids, inputs=call.inputs()) if self.whole else self._assemble(ids, call)
 
+    def count_media_tokens(self, ids: Sequence[int]) -> int:
+        """How many of the ids are of tokens that features replace."""
+        return sum(ids.count(token_id) for token_id in self.feature_ids)
+
     def prepare_text(self, prompt: str | Sequence[int]) -> PreparedPrompt:
         """Tokenise a raw prompt (no chat template, no media). It is user text: typed control tokens bind nothing.
 
@@ -220,7 +226,7 @@ class Processing:
         return expected in text and f"'{expected}'" not in text
 
     def _assemble(self, ids: list[int], call: ProcessorCall) -> PreparedPrompt:
-        items = call.placed_items()
+        items = call.placed_items(ids)
         runs = _runs(ids, self.feature_ids, [item.num_tokens for item in items])
         if self.notes.feature_ids_entries:
             items = [_with_feature_ids(item, ids, run) for item, run in zip(items, runs, strict=True)]

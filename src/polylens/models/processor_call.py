@@ -69,6 +69,12 @@ class ProcessorCall:
         except Exception as error:  # the border to templates and processors: they raise what they like on odd input
             line = first_line(error)
             raise RequestError(f"the model's processor refuses these messages: {line}", param="messages") from error
+        if len(output["input_ids"]) != 1:
+            raise RequestError(
+                f"the model's processor makes {len(output['input_ids'])} prompts of one conversation: it is not for "
+                "chat",
+                param="messages",
+            )
         self._output = output
         self._extras = {name: output[name] for name in VIDEO_EXTRAS if name in output}
         return list(output["input_ids"][0])
@@ -80,9 +86,11 @@ class ProcessorCall:
                 raise RequestError(f"the chat template places no {kind}s where the messages have them", "messages")
         return {name: torch.as_tensor(value) for name, value in self._output.items() if name != "input_ids"}
 
-    def placed_items(self) -> list[ProcessedItem]:
-        """The items in the order of their places in the text."""
-        if self._media and not self._order:
+    def placed_items(self, ids: Sequence[int]) -> list[ProcessedItem]:
+        """The items in the order of their places in the text, which became `ids`."""
+        if self._media and self._owner.notes.written_out:
+            self._share_tokens(ids)
+        elif self._media and not self._order:
             self._expand_alone()
         of_kind = {kind: self._processed_items(kind) for kind in MediaKind}
         if any(self._order.count(kind) != len(items) for kind, items in of_kind.items()):
@@ -106,6 +114,14 @@ class ProcessorCall:
             for index, (item, result) in enumerate(zip(part.items, part.results, strict=True))
         ]
 
+    def _share_tokens(self, ids: Sequence[int]) -> None:
+        """Place the items where the chat template writes their tokens: equally many for each."""
+        num_tokens, rest = divmod(self._owner.count_media_tokens(ids), len(self._media))
+        if rest or not num_tokens:
+            raise RequestError("the chat template places no images where the messages have them", param="messages")
+        self._order = [item.kind for item in self._media]
+        self._counts[MediaKind.IMAGE] = [num_tokens] * len(self._media)
+
     def _expand_alone(self) -> None:
         """Place the items where the processor expands placeholders by means of its own: ask for each item alone."""
         self._order = [item.kind for item in self._media]
@@ -119,13 +135,14 @@ class ProcessorCall:
         media = {f"{item.kind}s": [[item.data]]}
         alone = ProcessorCall(self._owner, self._escape, [item], self._settings)
         ids = alone.run(lambda processor: processor(text=[placeholder], return_tensors=None, **media))
-        return sum(ids.count(token_id) for token_id in self._owner.feature_ids)
+        return self._owner.count_media_tokens(ids)
 
     def _encoder_tensors(self, outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Without what processors return for their own use (`num_crops`, `video_metadata`)."""
         notes = self._owner.notes
         unused = {*self._owner.processor.unused_input_names, *notes.dropped_inputs}
-        return {
+        listed = {name: torch.tensor(outputs[name]) for name in notes.listed_inputs}
+        return listed | {
             name: value
             for name, value in outputs.items()
             if isinstance(value, torch.Tensor) and name not in unused and name not in VIDEO_EXTRAS
@@ -181,6 +198,8 @@ class ProcessorCall:
         return check_and_validate
 
     def _check_placeholders(self, text: str, kind: MediaKind, num_items: int) -> None:
+        if self._owner.notes.written_out:
+            return
         placeholder = media_token(self._owner.processor, kind)
         num_placeholders = text.count(placeholder) if placeholder else 0
         if num_placeholders != num_items:

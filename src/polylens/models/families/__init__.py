@@ -15,6 +15,8 @@ from polylens.models.families import (
     llava_onevision,
     minicpmv4_6,
     ovis2,
+    perception_lm,
+    unlimited_ocr,
     video_llama_3,
 )
 from polylens.models.families.notes import FamilyNotes, ProcessorNotes, TwoWay
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "FamilyNotes", "TwoWay", "notes_for"]
 
 FAMILIES: Mapping[str, FamilyNotes] = {
+    "aria": FamilyNotes(),
     "aya_vision": FamilyNotes(),
     "cohere2_vision": FamilyNotes(),
+    "cohere_compass": FamilyNotes(),
     "ernie4_5_vl_moe": FamilyNotes(
         text_arguments=ernie4_5_vl_moe.text_arguments,
         not_adaptable={r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only"},
@@ -36,6 +40,9 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         # the model's plain form: no roles, a picture on a line of its own
         processor=ProcessorNotes(chat_template=plain_template("DeepSeek-OCR 2", "<image>\\n")),
     ),
+    "deepseek_vl": FamilyNotes(),
+    "deepseek_vl_hybrid": FamilyNotes(),
+    "fast_vlm": FamilyNotes(),
     "florence2": FamilyNotes(
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
     ),
@@ -57,6 +64,8 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "glm_ocr": FamilyNotes(),
     "got_ocr2": FamilyNotes(processor=ProcessorNotes(chat_template=got_ocr2.TEMPLATE, flat_images=True)),
     "granite4_vision": FamilyNotes(read_features=granite4_vision.read, text_arguments=granite4_vision.text_arguments),
+    "granite_docling": FamilyNotes(),
+    "hyperclovax_vision_v2": FamilyNotes(),
     "idefics2": FamilyNotes(),
     "idefics3": FamilyNotes(),
     "internvl": FamilyNotes(
@@ -64,6 +73,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         encode=frames.encode_as_pictures,
         processor=ProcessorNotes(dropped_inputs=("num_patches",), plain_call=True),
     ),
+    "janus": FamilyNotes(),
     "kimi_k25": FamilyNotes(),
     "lfm2_vl": FamilyNotes(),
     "lighton_ocr": FamilyNotes(),
@@ -77,7 +87,9 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         read_features=llava_onevision.read,
         processor=ProcessorNotes(pictures_together=True),
     ),
+    "minicpm_ocr": FamilyNotes(collate=minicpmv4_6.concat_strips),
     "minicpmv4_6": FamilyNotes(collate=minicpmv4_6.concat_strips),
+    "minicpmv4_7": FamilyNotes(collate=minicpmv4_6.concat_strips),
     "mistral3": FamilyNotes(),
     "mllama": FamilyNotes(),
     "ovis2": FamilyNotes(
@@ -89,13 +101,22 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         first_position=1,
         processor=ProcessorNotes(chat_template=plain_template("PaliGemma", "<image>")),
     ),
+    "perception_lm": FamilyNotes(collate=perception_lm.concat_tiles, encode=perception_lm.encode),
+    "pp_chart2table": FamilyNotes(processor=ProcessorNotes(written_out=True)),
+    "qianfan_ocr": FamilyNotes(processor=ProcessorNotes(dropped_inputs=("num_patches",))),
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),
     "qwen3_5": FamilyNotes(),
     "qwen3_5_moe": FamilyNotes(),
     "qwen3_vl": FamilyNotes(),
     "qwen3_vl_moe": FamilyNotes(),
+    "shieldgemma2": FamilyNotes(
+        processor=ProcessorNotes(no_chat="its processor writes prompts of its own, about a picture and its policies")
+    ),
     "smolvlm": FamilyNotes(),
+    "unlimited_ocr": FamilyNotes(
+        encode=unlimited_ocr.encode, processor=ProcessorNotes(listed_inputs=unlimited_ocr.LISTS)
+    ),
     "video_llama_3": FamilyNotes(encode=video_llama_3.encode),
     "video_llava": FamilyNotes(collate=frames.concat_frames),
     "vipllava": FamilyNotes(),

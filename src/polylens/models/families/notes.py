@@ -83,19 +83,25 @@ class ProcessorNotes:
     feature_ids_entries: config entries with further ids of tokens that features replace. Where there are any, each
     item has the ids of all its tokens (n,) among its tensors, as FEATURE_IDS, for `encode`.
     dropped_inputs: tensors that no encoder takes although the processor does not say so.
+    listed_inputs: lists of numbers that the encoder takes; items have them as tensors.
     flat_images: whether the processor takes pictures as one list, not as a list a conversation.
     pictures_together: whether a lone picture is processed otherwise than one of several in a conversation.
     plain_call: whether to pass over what the processor's own `__call__` adds (it only merges pixels of all media,
     which are kept by item here).
+    written_out: whether the chat template itself writes all tokens of the pictures, equally many for each.
+    no_chat: why the processor takes no conversation: such a model is refused.
     """
 
     chat_template: str | None = None
     commands: str | None = None
     feature_ids_entries: tuple[str, ...] = ()
     dropped_inputs: tuple[str, ...] = ()
+    listed_inputs: tuple[str, ...] = ()
     flat_images: bool = False
     pictures_together: bool = False
     plain_call: bool = False
+    written_out: bool = False
+    no_chat: str | None = None
 
 
 @dataclass(frozen=True)
