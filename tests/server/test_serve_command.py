@@ -149,12 +149,14 @@ def test_a_chat_template_of_the_operators(shop: Shop, tmp_path: Path):
 
 
 def test_without_a_model_the_demo_is_served(tmp_path: Path):
-    """And flags of vLLM that have no meaning here are taken, each with a line that says why."""
+    """And flags of vLLM that have no meaning here are taken, each with a line that says why. A signal ends it well."""
     unneeded = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "64", "--enable-tower-connector-lora"]
     with serving(*unneeded, "--enable-log-requests", "--generation-config", "vllm") as server:
         names = [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]]
         asked = {"model": names[1], "messages": [{"role": "user", "content": "a word"}], "max_tokens": 2}
         httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).raise_for_status()
+        assert server.terminate() == 0
+    assert "finishing running requests" in server.log
     assert names[0] == "polylens-demo"
     assert len(names) == 7
     for flag in ("enable-lora", "max-loras", "max-lora-rank", "enable-tower-connector-lora"):
