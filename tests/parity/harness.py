@@ -7,8 +7,9 @@ by the project's definition of equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,25 @@ def _with_rate(messages: list[dict[str, Any]], fps: float) -> list[dict[str, Any
     return messages
 
 
+class Made(Mapping[str, Path]):
+    """What is made when it is first asked for."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Path]]) -> None:
+        self._makers = makers
+        self._made: dict[str, Path] = {}
+
+    def __getitem__(self, name: str) -> Path:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
 class Bench:
     """Checkpoint, adapters and reference answers of one family."""
 
@@ -118,22 +138,25 @@ class Bench:
         self.family = family
         self.checkpoint = checkpoint
         self.questions = {**questions(family), **more_questions(family)}
-        self.adapters: dict[str, Path] = {
-            name: make_adapter(
-                checkpoint,
-                folder / name.replace("+", "-"),
-                targets=recipe.targets,
-                rank=recipe.rank,
-                rank_pattern=recipe.rank_pattern,
-                seed=recipe.seed,
-            )
-            for name, recipe in RECIPES.items()
-        }
+        self.adapters: Mapping[str, Path] = Made(
+            {
+                name: partial(
+                    make_adapter,
+                    checkpoint,
+                    folder / name.replace("+", "-"),
+                    targets=recipe.targets,
+                    rank=recipe.rank,
+                    rank_pattern=recipe.rank_pattern,
+                    seed=recipe.seed,
+                )
+                for name, recipe in RECIPES.items()
+            }
+        )
         self._expected: dict[tuple[Case, int], Completion] = {}
 
-    def llm(self, **config: Any) -> LLM:
-        """An engine with all adapters of the bench loaded."""
-        return LLM(self.checkpoint, self.adapters, **config)
+    def llm(self, *adapters: str, **config: Any) -> LLM:
+        """An engine with these adapters of the bench loaded, or all of them."""
+        return LLM(self.checkpoint, {name: self.adapters[name] for name in adapters or self.adapters}, **config)
 
     def request(self, case: Case, num_tokens: int = NUM_TOKENS) -> ChatRequest:
         adapter = None if case.adapter == BASE else case.adapter

@@ -16,7 +16,7 @@ FURTHER = tuple(name for name in ALL_FAMILIES if name not in {*FAMILIES, *HOSTED
 @pytest.mark.parametrize("family", FURTHER)
 def test_mixed_batch_equals_merged_models(family: str, bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of(family)
-    with bench.llm(max_step_tokens=64) as llm:
+    with bench.llm("tower", "all", max_step_tokens=64) as llm:
         asked = [name for name in ("picture", "two", "video", "text") if name in questions(family)]
         bench.check(llm, mixed(asked, ["base", "tower", "all"]), num_tokens=4)
 
