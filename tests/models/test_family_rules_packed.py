@@ -36,8 +36,8 @@ EXPECTED: Mapping[str, Mapping[str, RowRule]] = {
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_every_layer_has_its_rule(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    result = find_row_rules(load_model(checkpoint(family), EngineConfig()), cache_dir=tmp_path)
+def test_every_layer_has_its_rule(family: str, checkpoint: Callable[[str], Path]) -> None:
+    result = find_row_rules(load_model(checkpoint(family), EngineConfig()))
     assert result.rules == {name: _rule_of(name, EXPECTED[family]) for name in result.rules}
     assert all(any(re.search(pattern, name) for name in result.rules) for pattern in EXPECTED[family])
     assert result.mixed

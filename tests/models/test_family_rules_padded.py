@@ -40,8 +40,8 @@ RULES: Mapping[str, Mapping[str, RowRule]] = {
 
 
 @pytest.mark.parametrize("family", RULES)
-def test_layers_get_their_rules(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    result = find_row_rules(load_model(checkpoint(family), EngineConfig()), cache_dir=tmp_path)
+def test_layers_get_their_rules(family: str, checkpoint: Callable[[str], Path]) -> None:
+    result = find_row_rules(load_model(checkpoint(family), EngineConfig()))
     assert result.rules == {name: _expected(family, name) for name in result.rules}
     assert {*result.rules.values()} == {*RULES[family].values()}
     assert set(result.reasons) == set(result.layers_with(RowRule.UNPROVEN))
@@ -56,10 +56,17 @@ def test_adapters_are_mixed(family: str, checkpoint: Callable[[str], Path]) -> N
         assert llm.engine.vision.mixed
 
 
-def test_a_merger_amid_the_tower_stays_in_a_cut_copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_merger_amid_the_tower_stays_in_a_cut_copy(checkpoint: Callable[[str], Path]) -> None:
     loaded = load_model(checkpoint("minicpmv4_6"), EngineConfig())
     big = deepened(loaded, 7)
     assert copy_for_probe(big.model, big.layers, max_parameters=0).kept == (0, 1, 2, 6)
+
+
+@pytest.mark.full
+def test_a_cut_copy_with_a_merger_gives_the_rules_of_the_whole(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    big = deepened(load_model(checkpoint("minicpmv4_6"), EngineConfig()), 7)
     cut = find_row_rules(big, cache_dir=tmp_path / "cut", max_parameters=0)
     assert cut.rules == find_row_rules(big, cache_dir=tmp_path / "whole").rules
     assert RowRule.NO_EFFECT not in cut.rules.values()
