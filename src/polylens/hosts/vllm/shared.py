@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.hosts.vllm.items import encode, synthetic_batches
+from polylens.hosts.vllm.items import create_processor, encode, synthetic_batches
 from polylens.lora.modules import with_parameters
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def unread_parameters(
         return {}
     try:
         with torch.inference_mode():
-            items = [batch[0] for batch in synthetic_batches(model_config).values()]
+            items = [batch[0] for batch in synthetic_batches(create_processor(model_config)).values()]
             base = _features(model, items, device)
             return {
                 name: "vLLM's encoder does not read it when it runs"
