@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-Targets = Literal["tower", "connector", "connector+language", "language", "all"]
+Targets = Literal["tower", "connector", "connector+language", "language", "all", "sounds"]
 TARGETS: tuple[Targets, ...] = ("tower", "connector", "connector+language", "language", "all")
 
 CONNECTOR_MARKS = (
@@ -32,8 +32,12 @@ CONNECTOR_MARKS = (
     "density_router",
     "generation_aligner",
     "generation_head",
+    "patch_merger",
+    "vision_adapter",
 )
 """Parts of a module path that belong to the connector in one of the families."""
+SOUND_MARKS = ("audio_tower",)
+"""Parts that hear: no adapter of these tests changes them."""
 TOWER_MARKS = ("visual", "vision_tower", "image_tower", "video_tower", "vision_encoder", "vision_model")
 GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"
 """Gemma 3's connector: a bare parameter, which PEFT reaches through `target_parameters`."""
@@ -90,13 +94,20 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Llama 4's router is a linear layer that returns a tuple, and the last of torch's attention (Aria) is never
-    called: PEFT cannot adapt them."""
+    """Convolutions of single points too: timm's towers (Gemma 3n) have no other linear layers.
+
+    Llama 4's router is a linear layer that returns a tuple, and the last of torch's attention (Aria) is never called:
+    PEFT cannot adapt them.
+    """
+    if isinstance(module, nn.Conv2d):
+        return module.kernel_size == (1, 1) and module.groups == 1
     never_called = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return isinstance(module, nn.Linear) and not never_called and not type(module).__name__.endswith("Router")
 
 
 def component_of(name: str) -> str:
+    if any(mark in name for mark in SOUND_MARKS):
+        return "sounds"
     if any(mark in name for mark in CONNECTOR_MARKS):
         return "connector"
     return "tower" if any(mark in name for mark in TOWER_MARKS) else "language"
@@ -113,7 +124,7 @@ def randomise_lora(adapted: PeftModel, seed: int) -> None:
         if not getattr(module, "lora_A", None):
             continue
         a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-        rank, fan_in = a.shape
+        rank, fan_in = len(a), a[0].numel()
         with torch.no_grad():
             a.copy_(torch.randn(a.shape, generator=generator) / math.sqrt(fan_in))
             b.copy_(torch.randn(b.shape, generator=generator) / math.sqrt(rank))

@@ -15,13 +15,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.families.host import HOSTED
+from tests.families.newer import NEWER
 from tests.families.packed import PACKED
 from tests.families.padded import PADDED
 from tests.families.recipes import Family
 from tests.families.squares import SQUARES
 from tests.families.tiled import TILED
 
-ALL_FAMILIES: Mapping[str, Family] = {**PACKED, **TILED, **SQUARES, **PADDED, **HOSTED}
+ALL_FAMILIES: Mapping[str, Family] = {**PACKED, **TILED, **SQUARES, **PADDED, **NEWER, **HOSTED}
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava")
 """The families the whole parity matrix runs on; the others get the short one of `tests/parity/test_families.py`."""

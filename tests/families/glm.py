@@ -18,6 +18,9 @@ from transformers import (
     Glm46VImageProcessor,
     Glm46VProcessor,
     Glm46VVideoProcessor,
+    GlmgaConfig,
+    GlmgaImageProcessor,
+    GlmgaVideoProcessor,
     GlmOcrConfig,
     GlmOcrForConditionalGeneration,
     PreTrainedModel,
@@ -97,6 +100,7 @@ def _processor(cls: type, images: type, videos: type) -> Callable[[PreTrainedTok
 
 _GLM_4V = (Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor)
 _GLM_46V = (Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor)
+_GLMGA = (Glm46VProcessor, GlmgaImageProcessor, GlmgaVideoProcessor)
 
 
 def _family(processor: tuple[type, type, type], config: type, model: type, **text: Any) -> Family:
@@ -114,5 +118,6 @@ GLM: Mapping[str, Family] = {
     "glm4v": _family(_GLM_4V, Glm4vConfig, Glm4vForConditionalGeneration),
     "glm4v_moe": _family(_GLM_4V, Glm4vMoeConfig, Glm4vMoeForConditionalGeneration, **EXPERTS),
     "glm46v": _family(_GLM_46V, Glm46VConfig, Glm46VForConditionalGeneration),
+    "glmga": _family(_GLMGA, GlmgaConfig, Glm46VForConditionalGeneration),
     "glm_ocr": _family(_GLM_46V, GlmOcrConfig, GlmOcrForConditionalGeneration, head_dim=8),
 }

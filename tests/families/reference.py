@@ -132,7 +132,7 @@ def reference_inputs(
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        processor_kwargs=_video_options(videos),
+        processor_kwargs={**_video_options(videos), **_demanded(processor)},
     )
     return {**_tensors(inputs), **_lost_pixels(processor, messages, inputs)}
 
@@ -168,6 +168,14 @@ def _video_options(videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not videos:
         return {}
     return {"do_sample_frames": False, "video_metadata": [_metadata(len(v["video"]), v.get("fps")) for v in videos]}
+
+
+def _demanded(processor: ProcessorMixin) -> dict[str, bool]:
+    """What a call must ask for, as the processor or its model fails without it."""
+    name = type(processor).__name__
+    if name == "Cosmos3EdgeProcessor":
+        return {"return_mm_token_type_ids": True, "return_metadata": True}
+    return {"return_metadata": True} if name.startswith("Muse") else {}
 
 
 def _metadata(num_frames: int, fps: float | None) -> dict[str, Any]:

@@ -11,9 +11,12 @@ from tests.families.host import HOSTED
 from tests.parity.harness import Bench, mixed, more_questions, questions
 
 FURTHER = tuple(name for name in ALL_FAMILIES if name not in {*FAMILIES, *HOSTED})
+ALIASES = ("glmga", "cosmos3_omni")
+"""Families of the same classes as others, or copies of them."""
+IN_CI = [pytest.param(name, marks=pytest.mark.full if name in ALIASES else ()) for name in FURTHER]
 
 
-@pytest.mark.parametrize("family", FURTHER)
+@pytest.mark.parametrize("family", IN_CI)
 def test_mixed_batch_equals_merged_models(family: str, bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of(family)
     with bench.llm("tower", "all", max_step_tokens=64) as llm:

@@ -12,6 +12,7 @@ import torch
 from polylens.core import Component
 from polylens.engine.adaptable import Adaptable
 from polylens.engine.prove import settled
+from polylens.models.components import audio_path
 from polylens.models.loading import auto_class, load_processor, loading_errors, prepare_model, read_config
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
@@ -79,14 +80,16 @@ def description(loaded: LoadedModel, probe: ProbeResult) -> ModelDescription:
         reason=loaded.host_reason,
         takes_media=loaded.processing.takes_media,
         takes_videos=loaded.processing.takes_videos,
-        components={part.value: _component(part, adaptable, probe) for part in Component},
+        components={part.value: _component(part, adaptable, probe, audio_path(loaded.model)) for part in Component},
         no_effect=tuple(sorted(probe.layers_with(RowRule.NO_EFFECT))),
         refused=adaptable.refused,
     )
 
 
-def _component(part: Component, adaptable: Adaptable, probe: ProbeResult) -> ComponentDescription:
-    own = [spec for spec in adaptable.specs.values() if spec.component is part]
+def _component(part: Component, adaptable: Adaptable, probe: ProbeResult, audio: str | None) -> ComponentDescription:
+    """Without an encoder of sounds, which is no part of what is served."""
+    specs = [spec for spec in adaptable.specs.values() if spec.component is part]
+    own = [spec for spec in specs if audio is None or not spec.name.startswith(f"{audio}.")]
     rules = {probe.rules[spec.name] for spec in own if spec.name in probe.rules} - NOT_DIVIDED
     kinds = Counter(spec.kind.value for spec in own)
     return ComponentDescription(dict(sorted(kinds.items())), tuple(sorted(rule.value for rule in rules)))

@@ -84,7 +84,7 @@ class _ShapeRecorder:
 def _measure_kv(text: TextRunner, position_rows: int) -> tuple[dict[int, LayerKV], int]:
     """Learn every layer's cache shape by running one token: heads and widths may differ from layer to layer.
 
-    position_rows: 3 for multimodal rotary positions, else 1. Also returns the bytes of the state that a sequence
+    position_rows: of `prompt_positions`. Also returns the bytes of the state that a sequence
     carries beside its cache, of whatever length it is (0 for most models).
     """
     recorder = _ShapeRecorder()

@@ -75,7 +75,7 @@ class PreparedRequest:
     prompt: PreparedPrompt
     sampling: SamplingParams
     positions: torch.Tensor | None = None
-    position_delta: int = 0
+    position_delta: float = 0
     constraint: ConstraintState | None = None
     """The start of the answer's form; each sequence takes a copy."""
 

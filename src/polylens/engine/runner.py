@@ -85,7 +85,7 @@ class Runner:
 
 
 def _positions(entry: StepEntry) -> torch.Tensor:
-    """Rotary positions of the entry's tokens, (3 or 1, n): the prompt's as given, then index + delta."""
+    """Rotary positions of the entry's tokens, (rows, n): the prompt's as given, then index + delta."""
     seq = entry.seq
     if seq.positions is None:
         raise InternalError(f"{seq.request_id}: has no positions")

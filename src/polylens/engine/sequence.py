@@ -86,7 +86,7 @@ class Sequence:
     media: tuple[MediaSpan, ...] = ()
     bidirectional_spans: tuple[tuple[int, int], ...] = ()
     positions: torch.Tensor | None = None
-    position_delta: int = 0
+    position_delta: float = 0
     keeps_prompt: bool = False
     generator: torch.Generator | None = None
     logit_rules: LogitRules | None = None

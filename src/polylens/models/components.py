@@ -42,6 +42,12 @@ def module_path(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
+def audio_path(model: PreTrainedModel) -> str | None:
+    """The path of the encoder of sounds, through which no picture goes; None where there is none."""
+    encoder = model.get_encoder(modality="audio")
+    return None if encoder is model else module_path(model, encoder)
+
+
 def model_layers(model: PreTrainedModel) -> ModelLayers:
     """Find every layer of `model` an adapter may change.
 

@@ -112,6 +112,7 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
         processor = load_processor(source, hf_config, trust_remote_code=config.trust_remote_code)
         loaded: Any = auto_class(hf_config).from_pretrained(
             source,
+            config=hf_config,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
@@ -151,9 +152,15 @@ def prepare_model(
 def read_config(source: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of a model that polylens serves. Raises ModelLoadError."""
     with loading_errors(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = _answering_part(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
     _check_config(config, source)
     return config
+
+
+def _answering_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Of a checkpoint that holds a model for text and one that speaks it (Qwen Omni), the former's config."""
+    thinker: Any = getattr(config, "thinker_config", None)
+    return thinker if type(thinker) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else config
 
 
 def is_text_only(config: PreTrainedConfig) -> bool:

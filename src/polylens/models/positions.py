@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from polylens.core import MediaKind
 from polylens.models.families import TwoWay
+from polylens.models.prepared import PreparedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from polylens.models.prepared import PreparedPrompt, ProcessedItem
+    from polylens.models.prepared import ProcessedItem
+
+_ARGUMENTS = {"video_second_per_grid": "second_per_grids"}
+"""What `get_rope_index` calls what a processor returned, where the names differ (Qwen Omni)."""
 
 _TOKEN_TYPES = {MediaKind.IMAGE: 1, MediaKind.VIDEO: 2}
 """transformers' `mm_token_type_ids`; text is 0."""
 
 
-def prompt_positions(inner: Any, prompt: PreparedPrompt, first_position: int = 0) -> tuple[torch.Tensor, int]:
+def prompt_positions(inner: Any, prompt: PreparedPrompt, first_position: int = 0) -> tuple[torch.Tensor, float]:
     """Positions of the prompt's tokens and the offset of those that follow.
 
     Returns (positions, delta): positions (3, n) for models with multimodal rotary positions (time, height,
-    width), else (1, n) counted from `first_position`, on the CPU. The token at index i >= n has position i + delta
-    in every row.
+    width, or as many as the model has), else (1, n) counted from `first_position`, on the CPU. The token at index
+    i >= n has position i + delta in every row. Both are whole numbers, except in families that count seconds.
     """
     n = len(prompt.token_ids)
     if not hasattr(inner, "get_rope_index"):
         return torch.arange(n)[None] + first_position, first_position
     ids = torch.tensor([prompt.token_ids])
+    taken = inspect.signature(inner.get_rope_index).parameters
+    told = {"mm_token_type_ids": _token_types(prompt), "attention_mask": torch.ones_like(ids)}
     positions, delta = inner.get_rope_index(
-        input_ids=ids, mm_token_type_ids=_token_types(prompt), **_grids(prompt.items)
+        input_ids=ids, **{name: x for name, x in told.items() if name in taken}, **_grids(prompt.items)
     )
-    return positions[:, 0], int(delta)
+    return positions[:, 0], delta.item()
 
 
 def position_rows(inner: Any) -> int:
-    """Rows of `prompt_positions`: 3 for multimodal rotary positions, else 1."""
-    return 3 if hasattr(inner, "get_rope_index") else 1
+    """Rows of `prompt_positions`: 1 without multimodal rotary positions."""
+    positions, _ = prompt_positions(inner, PreparedPrompt([0]))
+    return positions.shape[0]
 
 
 def two_way_spans(two_way: TwoWay, prompt: PreparedPrompt) -> tuple[tuple[int, int], ...]:
@@ -63,5 +71,5 @@ def _grids(items: Sequence[ProcessedItem]) -> dict[str, Any]:
     for item in items:
         for name, tensor in {**item.tensors, **item.extras}.items():
             if not name.startswith("pixel_values"):
-                merged.setdefault(name, []).append(tensor)
+                merged.setdefault(_ARGUMENTS.get(name, name), []).append(tensor)
     return {name: torch.cat(parts) for name, parts in merged.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from polylens.core import Component, LayerKind, ModelLayers
-from polylens.models.components import model_layers
+from polylens.models.components import audio_path, model_layers
 from polylens.models.probe import ProbeResult
 from polylens.models.probe_cut import cut_tower
 from polylens.models.probe_hooks import ProbeLayer
@@ -37,6 +37,7 @@ _SMALL_TEXT = {
     "hidden_size_per_layer_input": 0,
 }
 _FEW_EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "top_k_experts": 1}
+_AUDIO_DEPTHS = ("encoder_layers", "num_hidden_layers")
 _WEIGHT_GAIN = 1.2
 _NOISE_OF_VECTORS = 0.1
 
@@ -57,7 +58,10 @@ def copy_for_probe(
     config = copy.deepcopy(model.config)
     _shrink_text(config.get_text_config())
     list_lengths = {len(module) for module in model.modules() if isinstance(module, nn.ModuleList)}
-    kept = cut_tower(config, list_lengths) if _encoder_parameters(layers) > max_parameters else None
+    is_big = _encoder_parameters(layers) > max_parameters
+    kept = cut_tower(config, list_lengths) if is_big else None
+    if is_big:
+        _cut_sounds(config)
     attention = _tower_attention(model)
     small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     small = small.to(device_for_copy(model)).eval().requires_grad_(False)
@@ -108,7 +112,15 @@ def _shrink_text(text: PreTrainedConfig) -> None:
             setattr(text, name, value)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
-    text.pad_token_id = None
+    text.pad_token_id = 0  # within the few tokens that are left; not every config takes None
+
+
+def _cut_sounds(config: PreTrainedConfig) -> None:
+    """One layer stands for all of an encoder of sounds: the probe only asks whether pictures pass it."""
+    audio = getattr(config, "audio_config", None)
+    for name in _AUDIO_DEPTHS:
+        if isinstance(getattr(audio, name, None), int):
+            setattr(audio, name, 1)
 
 
 def randomise(model: nn.Module, layers: ModelLayers) -> None:
@@ -138,16 +150,26 @@ def carry_over(names: Iterable[str], result: ProbeResult, model: nn.Module, prob
 
     A layer outside the cut blocks and a layer of a kept block have the rule of the layer they became. Other
     blocks take the one rule on which the same layer of all kept blocks agrees; UNPROVEN where they do not.
-    A block without effect counts as agreeing, and a block between two such has no effect either.
+    A block without effect counts as agreeing, and a block between two such has no effect either. An encoder of sounds
+    is one block.
     """
+    names = list(names)
     if probed.kept is None:
         rules = {name: result.rules.get(name, RowRule.UNPROVEN) for name in names}
     else:
         prefixes = _block_lists(model, probed)
         rules = {name: _carried(name, result.rules, prefixes, probed.kept) for name in names}
+    rules |= _rules_of_sounds(names, result.rules, audio_path(probed.model))
     unproven = (name for name, rule in rules.items() if rule is RowRule.UNPROVEN)
     reasons = {name: result.reasons.get(name, "its rule on the cut copy does not carry over") for name in unproven}
     return replace(result, rules=rules, reasons=reasons)
+
+
+def _rules_of_sounds(names: Iterable[str], found: Mapping[str, RowRule], audio: str | None) -> dict[str, RowRule]:
+    """No effect for all layers of the encoder of sounds, if those probed have none."""
+    if audio is None or {rule for name, rule in found.items() if name.startswith(f"{audio}.")} != {RowRule.NO_EFFECT}:
+        return {}
+    return {name: RowRule.NO_EFFECT for name in names if name.startswith(f"{audio}.")}
 
 
 def _block_lists(model: nn.Module, probed: ProbeCopy) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from polylens.models.media_settings import MediaSettings
     from polylens.models.processing import Processing
 
-VIDEO_EXTRAS = ("second_per_grid_ts",)
+VIDEO_EXTRAS = ("second_per_grid_ts", "video_second_per_grid")
 """What processors return once for each video beside the encoder's tensors, for positions."""
 
 

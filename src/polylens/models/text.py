@@ -81,8 +81,9 @@ class TextRunner:
         self._after_head = after_head(loaded.model)
         self._embed = loaded.model.get_input_embeddings()
         self._padding_id, self._placeholders_p = 0, None
-        if loaded.notes.media_embed_as_padding:
-            self._padding_id = loaded.config.get_text_config().pad_token_id
+        if loaded.notes.media_embed_as_padding or loaded.notes.media_embed_as_first:
+            text_config = loaded.config.get_text_config()
+            self._padding_id = 0 if loaded.notes.media_embed_as_first else text_config.pad_token_id
             self._placeholders_p = _placeholders(loaded.config).to(loaded.device)
         self._arguments = loaded.notes.text_arguments or deepstack_arguments
         self.device = loaded.device
@@ -114,7 +115,7 @@ class TextRunner:
     def forward(
         self, token_ids_t: torch.Tensor, positions: torch.Tensor, batch: RaggedBatch, media: MediaRows | None
     ) -> torch.Tensor:
-        """(t,) ids -> (s, d) hidden states of the rows that the batch wants. positions: (3, t) or (1, t)."""
+        """(t,) ids -> (s, d) hidden states of the rows that the batch wants. positions: (rows, t)."""
         ids_t = self._ids_to_embed(token_ids_t, media)
         x_td = self._with_features(self._embed(ids_t), media)
         output = self._text(

@@ -8,6 +8,7 @@ from polylens.models.components import text_model
 from polylens.models.families import FAMILIES
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 _ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
@@ -19,12 +20,20 @@ def why_hosted(model: PreTrainedModel) -> str | None:
     text: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or text.is_encoder_decoder:
         return "it is an encoder-decoder"
+    if any(type(module).__name__.endswith("Indexer") for module in text_model(model).modules()):
+        return "its text model chooses which earlier tokens each one sees (sparse attention)"
     if any("CrossAttention" in type(module).__name__ for module in text_model(model).modules()):
         return "its text model attends to pictures in layers of its own (cross-attention)"
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _ROPE_BY_LENGTH:
-        return f"its rotary positions ({rope['rope_type']}) depend on the other sequences of a batch"
+    if by_length := _rope_types(text_model(model)) & _ROPE_BY_LENGTH:
+        return f"its rotary positions ({min(by_length)}) depend on the other sequences of a batch"
     return None
+
+
+def _rope_types(text: nn.Module) -> set[str]:
+    """As the modules have it, which may know better than the config (HunyuanVL's `dynamic` with an alpha is fixed)."""
+    kinds = [getattr(module, "rope_type", None) for module in text.modules()]
+    named = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
+    return {name for name in named if isinstance(name, str)}
 
 
 def is_proven_by_tests(model: PreTrainedModel) -> bool:

@@ -32,6 +32,8 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "aya_vision": FamilyNotes(),
     "cohere2_vision": FamilyNotes(),
     "cohere_compass": FamilyNotes(),
+    "cosmos3_edge": FamilyNotes(),
+    "cosmos3_omni": FamilyNotes(),
     "ernie4_5_vl_moe": FamilyNotes(
         text_arguments=ernie4_5_vl_moe.text_arguments,
         not_adaptable={r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only"},
@@ -42,6 +44,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "deepseek_vl": FamilyNotes(),
     "deepseek_vl_hybrid": FamilyNotes(),
+    "exaone4_5": FamilyNotes(),
     "fast_vlm": FamilyNotes(),
     "florence2": FamilyNotes(
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
@@ -62,9 +65,11 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "glm4v": FamilyNotes(),
     "glm4v_moe": FamilyNotes(),
     "glm_ocr": FamilyNotes(),
+    "glmga": FamilyNotes(),
     "got_ocr2": FamilyNotes(processor=ProcessorNotes(chat_template=got_ocr2.TEMPLATE, flat_images=True)),
     "granite4_vision": FamilyNotes(read_features=granite4_vision.read, text_arguments=granite4_vision.text_arguments),
     "granite_docling": FamilyNotes(),
+    "hunyuan_vl": FamilyNotes(),
     "hyperclovax_vision_v2": FamilyNotes(),
     "idefics2": FamilyNotes(),
     "idefics3": FamilyNotes(),
@@ -76,6 +81,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "janus": FamilyNotes(),
     "kimi_k25": FamilyNotes(),
     "lfm2_vl": FamilyNotes(),
+    "lfm3_vl": FamilyNotes(),
     "lighton_ocr": FamilyNotes(),
     "llama4": FamilyNotes(encode=llama4.encode, prepare_text=llama4.scale_queries_by_position),
     "llava": FamilyNotes(),
@@ -92,6 +98,8 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "minicpmv4_7": FamilyNotes(collate=minicpmv4_6.concat_strips),
     "mistral3": FamilyNotes(),
     "mllama": FamilyNotes(),
+    "muse_glimmer": FamilyNotes(media_embed_as_first=True),
+    "muse_spark": FamilyNotes(media_embed_as_first=True),
     "ovis2": FamilyNotes(
         encode=ovis2.encode, processor=ProcessorNotes(feature_ids_entries=("visual_indicator_token_ids",))
     ),
@@ -104,16 +112,19 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "perception_lm": FamilyNotes(collate=perception_lm.concat_tiles, encode=perception_lm.encode),
     "pp_chart2table": FamilyNotes(processor=ProcessorNotes(written_out=True)),
     "qianfan_ocr": FamilyNotes(processor=ProcessorNotes(dropped_inputs=("num_patches",))),
+    "qwen2_5_omni_thinker": FamilyNotes(),
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),
     "qwen3_5": FamilyNotes(),
     "qwen3_5_moe": FamilyNotes(),
+    "qwen3_omni_moe_thinker": FamilyNotes(),
     "qwen3_vl": FamilyNotes(),
     "qwen3_vl_moe": FamilyNotes(),
     "shieldgemma2": FamilyNotes(
         processor=ProcessorNotes(no_chat="its processor writes prompts of its own, about a picture and its policies")
     ),
     "smolvlm": FamilyNotes(),
+    "step3p7": FamilyNotes(),
     "unlimited_ocr": FamilyNotes(
         encode=unlimited_ocr.encode, processor=ProcessorNotes(listed_inputs=unlimited_ocr.LISTS)
     ),

@@ -117,6 +117,7 @@ class FamilyNotes:
     collate, encode, read_features: how items become an encoder batch and its output their features; None: the
     defaults of `encoder`.
     media_embed_as_padding: whether media tokens without features, which a model may generate, count as padding.
+    media_embed_as_first: whether they count as the vocabulary's first token.
     prepare_text: changes to the text model that the ragged batch needs, made once at load; None: none.
     text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
     not_adaptable: layer-name patterns (`re.search`) and what such layers are, for a refusal: those whose rows the
@@ -134,6 +135,7 @@ class FamilyNotes:
     encode: Encode = get_features
     read_features: ReadFeatures | None = None
     media_embed_as_padding: bool = False
+    media_embed_as_first: bool = False
     prepare_text: Callable[[Any], None] | None = None
     text_arguments: TextArguments | None = None
     not_adaptable: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,66 @@
+"""EXAONE 4.5: Qwen2.5-VL's tower with grouped-query attention, under EXAONE 4 with windows and without M-RoPE."""
+
+from __future__ import annotations
+
+from transformers import (
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
+    Exaone4_5_Processor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+from tests.families.newer_templates import EXAONE_SPECIAL, EXAONE_TEMPLATE
+from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, text_config
+from tests.families.tokenizers_and_templates import qwen_tokenizer
+
+WINDOW = 12
+
+
+def _tokenizer() -> PreTrainedTokenizerBase:
+    return qwen_tokenizer(EXAONE_SPECIAL, eos="[|endofturn|]", pad="[PAD]", bos="[BOS]")
+
+
+def _model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": HIDDEN,
+        "num_heads": 2,
+        "num_key_value_heads": 1,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "window_size": 16,  # pixels: windows of 2 x 2 merged patches
+        "fullatt_block_indexes": [1],
+    }
+    windows = {
+        "num_hidden_layers": 3,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+    config = Exaone4_5_Config(
+        text_config=text_config(tokenizer, "[|endofturn|]", model_type="exaone4", **windows),
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+    )
+    return Exaone4_5_ForConditionalGeneration(config)
+
+
+def _processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    common = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
+    least = (PATCH * MERGE) ** 2
+    return Exaone4_5_Processor(
+        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS * 8}, **common),
+        chat_template=EXAONE_TEMPLATE,
+    )
+
+
+EXAONE4_5 = Family(_tokenizer, _processor, _model, ("[|endofturn|]", "[EOS]"), takes_videos=True)
