@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import gc
 import io
 import json
 import random
@@ -318,17 +319,23 @@ def left_behind(thread: EngineThread) -> list[str]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, clients and all."""
+    """Memory of this process, clients and all, without what the next collection finds to be garbage."""
+    gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def measure(thread: EngineThread, load: Load, root: Path) -> dict[str, Any]:
     """Run the load; returns the row to print."""
     adapter_bytes = thread.registry.resident_bytes()
-    with served(thread, root) as url:
-        tally, seconds = asyncio.run(run(url, load))
-        problems = [*tally.wrong, *left_behind(thread)]
-    tally.memory_bytes.append(resident_bytes())
+    gc.collect()
+    gc.freeze()  # what there was before need not be looked through each time
+    try:
+        with served(thread, root) as url:
+            tally, seconds = asyncio.run(run(url, load))
+            problems = [*tally.wrong, *left_behind(thread)]
+        tally.memory_bytes.append(resident_bytes())
+    finally:
+        gc.unfreeze()
     growth = tally.memory_bytes[-1] - tally.memory_bytes[len(tally.memory_bytes) // 2]
     if growth > MAX_GROWTH_BYTES:
         problems.append(f"the process grew by {growth >> 20} MiB in the second half of the requests")

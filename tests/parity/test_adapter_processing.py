@@ -168,6 +168,9 @@ def test_the_switches_turn_it_off(bench: Bench):
         assert llm.processing("template") is llm.processing("whole") is llm.processing()
 
 
+@pytest.mark.parametrize(
+    "bench", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES[1:])], indirect=True
+)
 def test_verify_knows_them(bench: Bench):
     adapters = {name: bench.adapters[name] for name in ("whole", "limits")}
     result = verify(bench.checkpoint, adapters, max_tokens=4)

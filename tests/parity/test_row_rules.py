@@ -17,7 +17,7 @@ from polylens.engine import engine as engine_module
 from polylens.errors import RowRuleError
 from polylens.models.probe import ProbeResult
 from polylens.models.row_rules import RowRule
-from tests.families.build import VIDEO_FAMILIES
+from tests.families.build import FAMILIES, VIDEO_FAMILIES
 from tests.parity.harness import BASE, RECIPES, Bench, Case, mixed
 
 
@@ -48,6 +48,11 @@ def test_a_planted_rule_that_divides_evenly_is_seen_by_parity(
     assert not bench.compare(cases, answers).ok
 
 
+@pytest.mark.parametrize(
+    "bench",
+    [pytest.param(name, marks=() if name in ("qwen2_5_vl", "llava") else pytest.mark.full) for name in FAMILIES],
+    indirect=True,
+)
 def test_a_layer_that_obeys_no_rule_costs_time_only(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
