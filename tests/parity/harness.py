@@ -220,6 +220,14 @@ def mixed(names: Iterable[str], adapters: Iterable[str] = ADAPTERS) -> list[Case
     return [Case(name, adapter) for name in names for adapter in adapters]
 
 
+def step(llm: LLM, answers: dict[str, Completion]) -> None:
+    """One step of the engine; answers that end with it are added by their request's id."""
+    for output in llm.engine.step():
+        assert output.error is None
+        if output.delta is not None and output.delta.completion is not None:
+            answers[output.request_id] = output.delta.completion
+
+
 def reference_completion(token_ids: Sequence[int], logits: torch.Tensor) -> Completion:
     """A reference answer in the form `compare` takes."""
     usage = Usage(prompt_tokens=0, completion_tokens=len(token_ids))

@@ -26,6 +26,7 @@ from tests.parity.harness import (
     greedy,
     mixed,
     reference_completion,
+    step,
 )
 
 ENCODER_ROWS = 400
@@ -134,9 +135,9 @@ def test_requests_that_join_between_steps(bench: Bench) -> None:
         ids = []
         for case in cases:
             ids.append(llm.engine.add_request(bench.request(case)))
-            _step(llm, answers)
+            step(llm, answers)
         while llm.engine.has_unfinished():
-            _step(llm, answers)
+            step(llm, answers)
         llm.check_integrity()
     assert_equal(bench.compare(cases, [answers[request_id] for request_id in ids]), cases)
 
@@ -157,13 +158,6 @@ def encoder_batches(monkeypatch: pytest.MonkeyPatch) -> list[list[EncodeJob]]:
 
 def _name(adapter: Adapter | None) -> str:
     return adapter.name if adapter else BASE
-
-
-def _step(llm: LLM, answers: dict[str, Any]) -> None:
-    for output in llm.engine.step():
-        assert output.error is None
-        if output.delta is not None and output.delta.completion is not None:
-            answers[output.request_id] = output.delta.completion
 
 
 def _kv_for(bench: Bench, cases: list[Case], spare_tokens: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from polylens.engine.thread import EngineThread
 from polylens.errors import InternalError, ModelLoadError
 from polylens.models.recurrent import CarriedState
 from tests.families.build import ALL_FAMILIES
-from tests.parity.harness import ADAPTERS, Bench, Case, assert_equal, mixed
+from tests.parity.harness import ADAPTERS, Bench, Case, assert_equal, mixed, step
 
 RECURRENT = tuple(name for name in ("lfm2_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe") if name in ALL_FAMILIES)
 """Families with linear attention or short convolutions in the text model."""
@@ -56,7 +56,7 @@ def test_an_aborted_request_gives_up_its_state_and_the_others_go_on(bench: Bench
         ids = [engine.add_request(bench.request(case)) for case in cases]
         answers: dict[str, Any] = {}
         for _ in range(3):
-            _step(llm, answers)
+            step(llm, answers)
         states = {seq.request_id: seq.carried for seq in engine.scheduler.running}
         assert collect(engine).carried_state_bytes == sum(state.num_bytes for state in states.values()) > 0
         assert all(state.num_bytes == engine.state_bytes for state in states.values())
@@ -68,7 +68,7 @@ def test_an_aborted_request_gives_up_its_state_and_the_others_go_on(bench: Bench
         assert collect(engine).carried_state_bytes == engine.state_bytes * (len(cases) - 1)
         llm.check_integrity()
         while engine.has_unfinished():
-            _step(llm, answers)
+            step(llm, answers)
         assert collect(engine).carried_state_bytes == 0
     rest = [index for index in range(len(cases)) if index != 1]
     assert_equal(bench.compare([cases[i] for i in rest], [answers[ids[i]] for i in rest]), [cases[i] for i in rest])
@@ -118,13 +118,6 @@ def test_the_state_of_a_failed_step_is_not_used_again() -> None:
         raise ZeroDivisionError
     with pytest.raises(InternalError, match="None tokens cannot go on at token 3"), state.advanced(3, 4):
         pass
-
-
-def _step(llm: LLM, answers: dict[str, Any]) -> None:
-    for output in llm.engine.step():
-        assert output.error is None
-        if output.delta is not None and output.delta.completion is not None:
-            answers[output.request_id] = output.delta.completion
 
 
 def _kv_for(bench: Bench, cases: list[Case], spare_tokens: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from polylens import LLM
 from polylens.errors import AdapterConflictError, UnknownAdapterError
-from tests.parity.harness import BASE, Bench, Case, assert_equal, mixed
+from tests.parity.harness import BASE, Bench, Case, assert_equal, mixed, step
 
 OLD, NEW = "all", "connector+language"
 
@@ -67,10 +67,7 @@ def _steps(llm: LLM, answers: dict[str, Any], count: int | None) -> None:
     """Run `count` steps, or until nothing is left; collect finished answers."""
     done = 0
     while llm.engine.has_unfinished() and (count is None or done < count):
-        for output in llm.engine.step():
-            assert output.error is None
-            if output.delta is not None and output.delta.completion is not None:
-                answers[output.request_id] = output.delta.completion
+        step(llm, answers)
         done += 1
 
 
