@@ -23,7 +23,7 @@ from tests.families.reference import merged_reference, reference_answer
 from tests.families.special import make_special
 from tests.hosts.vllm.media import picture, video
 
-PUBLISHED_TOWER = ("llava", "gemma3")
+PUBLISHED_TOWER = ("llava", "gemma3", "llava_onevision")
 
 NUM_TOKENS = 8
 """Greedy tokens of every reference."""

@@ -30,10 +30,12 @@ from tests.hosts.vllm.media import NUM_FRAMES, picture, video
 ADAPTERS = ("a", "v", "l")
 MAX_LOGPROB_ERROR = 1e-3
 """Of a chosen token's log-probability against the reference's, in float32: rounding of other kernels."""
+MIN_RATIO = 4
+"""In bfloat16: how much farther the nearest other adapter's answer is than rounding."""
 
 
 class Inside:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self.folder = folder
         stored = torch.load(folder / "answers.pt", weights_only=False)
         self.kinds, self.answers, self.prompts = stored["kinds"], stored["answers"], stored["prompts"]
@@ -42,7 +44,7 @@ class Inside:
         self.llm = LLM(
             str(folder / "model"),
             worker_cls="polylens.hosts.vllm.Worker",
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             enable_lora=True,
             max_loras=4,
@@ -312,6 +314,23 @@ def special_adapters(inside: Inside) -> None:
     assert tuple(sorted(refused)) == REFUSED.get(inside.folder.name, ()), refused
 
 
+def answers_are_nearest_to_their_own_references(inside: Inside) -> None:
+    """Rounded, so not equal; but far nearer to what their own adapter answers than to any other's answer."""
+    names = ("l", "base", "v", "a")
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=20, detokenize=False)
+    inside.forget()
+    requests = [inside.request("image", 0) for _ in names]
+    for name, output in zip(
+        names, inside.generate(requests, sampling, [inside.adapter(n) for n in names]), strict=True
+    ):
+        said = output.logprobs[0]
+        ours = torch.tensor([entry.logprob for entry in said.values()])
+        errors = {n: (ours - inside.answers[n, "image", 0][1][0, list(said)]).abs().mean().item() for n in names}
+        own = errors.pop(name)
+        print(f"   {name}: off by {own:.3f}, the nearest other by {min(errors.values()):.3f}")
+        assert own * MIN_RATIO <= min(errors.values()), f"{name}: off by {own}, others by {errors}"
+
+
 SHORT: tuple[Callable[[Inside], None], ...] = (
     rules_are_proven,
     rules_are_kept,
@@ -322,6 +341,9 @@ SHORT: tuple[Callable[[Inside], None], ...] = (
     a_broken_adapter_fails_its_request_only,
 )
 """For every change of the code: a start of vLLM and a few seconds."""
+
+HALF: tuple[Callable[[Inside], None], ...] = (rules_are_proven, answers_are_nearest_to_their_own_references)
+"""In bfloat16, after a start in float32."""
 
 CHECKS: tuple[Callable[[Inside], None], ...] = (
     *SHORT,
@@ -336,10 +358,10 @@ CHECKS: tuple[Callable[[Inside], None], ...] = (
 )
 
 
-def main(folder: Path, *, short: bool) -> int:
-    inside = Inside(folder)
+def main(folder: Path, checks: Sequence[Callable[[Inside], None]]) -> int:
+    inside = Inside(folder, "bfloat16" if checks is HALF else "float32")
     failed = 0
-    for check in SHORT if short else CHECKS:
+    for check in checks:
         try:
             check(inside)
         except Exception as error:  # noqa: BLE001  # every check is to be seen, also after one that failed
@@ -355,6 +377,7 @@ def main(folder: Path, *, short: bool) -> int:
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]), short="--short" in sys.argv[2:])
+    which = {"--short": SHORT, "--half": HALF}
+    status = main(Path(sys.argv[1]), which[sys.argv[2]] if sys.argv[2:] else CHECKS)
     sys.stdout.flush()
     os._exit(status)  # vLLM's worker threads need not be waited for

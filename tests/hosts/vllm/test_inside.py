@@ -17,8 +17,8 @@ PYTHON = os.environ.get("POLYLENS_VLLM_PYTHON", "")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "idefics3")
 """vLLM's flag for LoRA in towers does not list InternVL."""
 TIMEOUT_S = 560
-NUM_CHECKS, NUM_SHORT_CHECKS = 15, 7
-"""Of `inside.CHECKS` and `inside.SHORT`."""
+NUM_CHECKS, NUM_SHORT_CHECKS, NUM_HALF_CHECKS = 15, 7, 2
+"""Of `inside.CHECKS`, `inside.SHORT` and `inside.HALF`."""
 NUM_GPU_CHECKS, NUM_V2_CHECKS = 9, 8
 """Of `gpu.CHECKS` and `v2.CHECKS`."""
 
@@ -71,6 +71,13 @@ def test_a_mixed_batch_equals_merged_models(tmp_path: Path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batches_equal_merged_models(family: str, tmp_path: Path):
     assert num_ok(run_inside("inside", tmp_path, make(family, tmp_path))) == NUM_CHECKS
+
+
+@pytest.mark.full
+def test_rules_proven_in_float32_serve_bfloat16(tmp_path: Path):
+    folder = make("qwen2_vl", tmp_path, "--short")
+    assert num_ok(run_inside("inside", tmp_path, folder, "--short")) == NUM_SHORT_CHECKS
+    assert num_ok(run_inside("inside", tmp_path, folder, "--half")) == NUM_HALF_CHECKS
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ if [ ! -f "$venv/.complete" ]; then
     echo "making the venv of vLLM in $venv (2 GB, some minutes)" >&2
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${pins[@]}" >&2
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "${pins[@]}" >&2
     "$venv/bin/python" -m pip uninstall --quiet --yes "${removed[@]}" >&2
     touch "$venv/.complete"
 fi
