@@ -95,11 +95,16 @@ def _widen_qwen(config: Any) -> None:
     config.vision_config.out_hidden_size = config.get_text_config().hidden_size
 
 
+def _widen_qwen_moe(config: Any) -> None:
+    _widen_qwen(config)
+    config.get_text_config().norm_topk_prob = True  # as published: vLLM reads it, transformers 5.24 does so always
+
+
 WIDEN: Mapping[str, Callable[[Any], None]] = {
     "qwen2_vl": _widen_qwen2_vl,
     "qwen2_5_vl": _widen_qwen,
     "qwen3_vl": _widen_qwen,
-    "qwen3_vl_moe": _widen_qwen,
+    "qwen3_vl_moe": _widen_qwen_moe,
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("POLYLENS_VLLM_PYTHON", "")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "idefics3")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "internvl", "idefics3")
 """vLLM's flag for LoRA in towers does not list InternVL."""
 TIMEOUT_S = 560
 NUM_CHECKS, NUM_SHORT_CHECKS, NUM_HALF_CHECKS = 15, 7, 2
