@@ -22,6 +22,7 @@ from polylens.config import EngineConfig
 from polylens.core import Component
 from polylens.engine.describe_model import ComponentDescription, description
 from polylens.engine.engine import Engine
+from polylens.models.families import notes_for
 from polylens.models.loading import load_model
 
 TABLE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -76,7 +77,9 @@ def rows() -> Iterable[Row]:
 
 
 def told(family: str) -> Row:
-    """What transformers' classes say of a family without a build."""
+    """What transformers' classes say of a family without a build, or the family's note."""
+    if (reason := notes_for(family).processor.no_chat) is not None:
+        return Row(family, f"refused: {reason}")
     model_class = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[family])
     if not model_class.can_generate():
         return Row(family, "refused: does not generate text")

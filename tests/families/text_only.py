@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -41,7 +43,13 @@ def _llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**text_config(tokenizer, "</s>"), tie_word_embeddings=False))
 
 
+def _granite(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Logits are divided behind the head."""
+    return GraniteForCausalLM(GraniteConfig(**text_config(tokenizer, "<|im_end|>"), logits_scaling=4.0))
+
+
 LANGUAGE_MODELS: dict[str, tuple[Callable[[], PreTrainedTokenizerBase], str, Callable, tuple[str, ...]]] = {
+    "granite": (qwen_tokenizer, QWEN2_TEXT_TEMPLATE, _granite, ("<|im_end|>",)),
     "llama": (llava_tokenizer, LLAMA2_TEXT_TEMPLATE, _llama, ("</s>",)),
     "qwen2": (qwen_tokenizer, QWEN2_TEXT_TEMPLATE, _qwen2, ("<|im_end|>",)),
 }

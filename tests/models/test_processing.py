@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoProcessor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoProcessor
 
 from polylens.config import NUM_SAMPLED_FRAMES
 from polylens.core import MediaKind
@@ -449,3 +449,22 @@ def test_stop_tokens_of_every_part_of_the_checkpoint(checkpoint: Callable[[str],
     tokenizer = processor.tokenizer
     named = {tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", "<end_of_turn>")}
     assert Processing(processor, config, Generation()).stop_token_ids == tuple(sorted({*named, 7}))
+
+
+def test_a_processor_that_writes_its_own_prompts_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    processor = AutoProcessor.from_pretrained(checkpoint("gemma3"))
+    with pytest.raises(ModelLoadError, match="prompts of its own"):
+        Processing(processor, CONFIG_MAPPING["shieldgemma2"]())
+
+
+def test_one_conversation_that_becomes_several_prompts_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("gemma3")
+    processor = AutoProcessor.from_pretrained(folder)
+    single = type(processor).__call__
+
+    def twice(self: Any, text: str | list[str], **_: Any) -> Any:
+        return single(self, text=[text, text] if isinstance(text, str) else [*text, *text])
+
+    processor.__class__ = type("Twice", (type(processor),), {"__call__": twice})
+    with pytest.raises(RequestError, match="2 prompts of one conversation"):
+        Processing(processor, AutoConfig.from_pretrained(folder)).prepare(user("hello"))
