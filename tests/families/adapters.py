@@ -34,11 +34,26 @@ CONNECTOR_MARKS = (
     "generation_head",
     "patch_merger",
     "vision_adapter",
+    "qformer",
+    "language_projection",
+    "image_to_text_projection",
+    "visual_projection",
+    "perceiver_resampler",
 )
 """Parts of a module path that belong to the connector in one of the families."""
 SOUND_MARKS = ("audio_tower",)
 """Parts that hear: no adapter of these tests changes them."""
-TOWER_MARKS = ("visual", "vision_tower", "image_tower", "video_tower", "vision_encoder", "vision_model")
+TOWER_MARKS = (
+    "visual",
+    "vision_tower",
+    "image_tower",
+    "video_tower",
+    "vision_encoder",
+    "vision_model",
+    "image_encoder",
+)
+PICTURE_ENCODERS = ("encoder.", "model.encoder.")
+"""How names of the tower begin in models that encode nothing but pictures."""
 GEMMA_PROJECTOR = "multi_modal_projector.mm_input_projection_weight"
 """Gemma 3's connector: a bare parameter, which PEFT reaches through `target_parameters`."""
 
@@ -85,9 +100,12 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     "all" takes the head too where it is not tied to the embeddings (tied, a delta would change both).
     """
     wanted = set(targets.split("+")) if targets != "all" else {"tower", "connector", "language"}
-    linear = [name for name, module in model.named_modules() if _is_plain_linear(module)]
-    modules = [name for name in linear if not name.endswith("lm_head") and component_of(name) in wanted]
-    if targets == "all" and not getattr(model.config, "tie_word_embeddings", False):
+    linear = [name for name, module in model.named_modules() if _is_plain_linear(module) and "vqmodel" not in name]
+    modules = [name for name in linear if not _is_head(name) and component_of(name) in wanted]
+    has_plain_head = any(
+        name.endswith("lm_head") and type(module) is nn.Linear for name, module in model.named_modules()
+    )
+    if targets == "all" and has_plain_head and not getattr(model.config, "tie_word_embeddings", False):
         modules.append("lm_head")
     parameters = [GEMMA_PROJECTOR] if "connector" in wanted and _has_gemma_projector(model) else []
     return modules, parameters
@@ -105,12 +123,18 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and not never_called and not type(module).__name__.endswith("Router")
 
 
+def _is_head(name: str) -> bool:
+    """GIT's is `output`, which PEFT takes for other modules' too; IDEFICS' has two parts, which polylens refuses."""
+    return name.endswith("lm_head") or name in ("output", "lm_head.additional_fc")
+
+
 def component_of(name: str) -> str:
     if any(mark in name for mark in SOUND_MARKS):
         return "sounds"
     if any(mark in name for mark in CONNECTOR_MARKS):
         return "connector"
-    return "tower" if any(mark in name for mark in TOWER_MARKS) else "language"
+    in_tower = name.startswith(PICTURE_ENCODERS) or any(mark in name for mark in TOWER_MARKS)
+    return "tower" if in_tower else "language"
 
 
 def _has_gemma_projector(model: PreTrainedModel) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,8 +22,17 @@ from tests.families.padded import PADDED
 from tests.families.recipes import Family
 from tests.families.squares import SQUARES
 from tests.families.tiled import TILED
+from tests.families.without_template import WITHOUT_TEMPLATE
 
-ALL_FAMILIES: Mapping[str, Family] = {**PACKED, **TILED, **SQUARES, **PADDED, **NEWER, **HOSTED}
+ALL_FAMILIES: Mapping[str, Family] = {
+    **PACKED,
+    **TILED,
+    **SQUARES,
+    **PADDED,
+    **NEWER,
+    **WITHOUT_TEMPLATE,
+    **HOSTED,
+}
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava")
 """The families the whole parity matrix runs on; the others get the short one of `tests/parity/test_families.py`."""
@@ -51,8 +61,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     which would hide a wrong row or a missing term.
     """
     generator = torch.Generator().manual_seed(seed)
-    embeddings = {id(model.get_input_embeddings().weight)}
-    head = model.get_output_embeddings()
+    embeddings = {id(_embedding(model).weight)}
+    head = _head(model)
     strong_norms = _GEMMA_STRONG_NORMS if model.config.model_type.startswith("gemma") else ()
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -80,7 +90,17 @@ _GEMMA_STRONG_NORMS = ("post_attention_layernorm.weight", "post_feedforward_laye
 @torch.no_grad()
 def _silence(model: PreTrainedModel, token_ids: list[int]) -> None:
     """Logits of zero, far below the best."""
-    model.get_output_embeddings().weight[token_ids] = 0.0
+    if token_ids:
+        _head(model).weight[token_ids] = 0.0
+
+
+def _head(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings() or model.text_decoder.get_output_embeddings()  # BLIP
+
+
+def _embedding(model: PreTrainedModel) -> Any:
+    formulanet = model.config.model_type == "pp_formulanet"
+    return model.model.decoder.embed_tokens if formulanet else model.get_input_embeddings()
 
 
 def _gain(name: str) -> float:

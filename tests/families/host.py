@@ -18,6 +18,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from tests.families.captioning import CAPTIONING
 from tests.families.host_templates import MLLAMA_TEMPLATE, florence2_tokenizer, mllama_tokenizer
 from tests.families.recipes import HIDDEN, Family, text_config
 
@@ -104,4 +105,5 @@ def _florence2_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
 HOSTED: Mapping[str, Family] = {
     "florence2": Family(florence2_tokenizer, _florence2_processor, _florence2, ("</s>",)),
     "mllama": Family(mllama_tokenizer, _mllama_processor, _mllama, ("<|eot_id|>",)),
+    **CAPTIONING,
 }

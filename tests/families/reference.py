@@ -19,6 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
+from tests.families.plain_calls import PLAIN_CALLS
 from tests.families.tiled_templates import plain_inputs
 
 Messages = Sequence[Mapping[str, Any]]
@@ -78,7 +79,7 @@ def generated(
     """transformers' greedy `generate`: the new token ids, and the raw logits (tokens, vocab) float32 of each."""
     if model.config.model_type == "llama4":
         model, inputs = _llama4_parts(model, inputs)
-    with torch.inference_mode(), _stop_tokens(model, ignored=ignore_eos):
+    with torch.inference_mode(), _stop_tokens(model, ignored=ignore_eos), _pictures_alone(model):
         out = model.generate(
             **inputs,
             max_new_tokens=max_new_tokens,
@@ -103,15 +104,40 @@ def _llama4_parts(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, 
 
 
 @contextmanager
-def _stop_tokens(model: PreTrainedModel, *, ignored: bool) -> Iterator[None]:
-    """Let `generate` go on after the model's stop tokens. It fills a None given as an argument from this config."""
-    own = model.generation_config.eos_token_id
-    if ignored:
-        model.generation_config.eos_token_id = None
+def _pictures_alone(model: Any) -> Iterator[None]:
+    """Let Emu 3 see each picture as if it came alone: in a batch its tokens depend on the padding to the largest."""
+    tokenizer = model.model.vqmodel if model.config.model_type == "emu3" else None
+    if tokenizer is None:
+        yield
+        return
+    encode = tokenizer.encode
+
+    def encode_each(pixel_values: torch.Tensor, image_sizes: torch.Tensor, **more: Any) -> Any:
+        cut = [pixels[None, :, :h, :w] for pixels, (h, w) in zip(pixel_values, image_sizes.tolist(), strict=True)]
+        alone = [encode(one, size[None], **more) for one, size in zip(cut, image_sizes, strict=True)]
+        alone[0].image_tokens = [tokens for output in alone for tokens in output.image_tokens]
+        return alone[0]
+
+    tokenizer.encode = encode_each
     try:
         yield
     finally:
-        model.generation_config.eos_token_id = own
+        tokenizer.encode = encode
+
+
+@contextmanager
+def _stop_tokens(model: PreTrainedModel, *, ignored: bool) -> Iterator[None]:
+    """Let `generate` go on after the model's stop tokens. It fills a None given as an argument from this config."""
+    parts = (getattr(part, "generation_config", None) for part in model.modules())  # BLIP-2's text model has one too
+    configs = [config for config in parts if config is not None]
+    own = [config.eos_token_id for config in configs]
+    for config in configs if ignored else ():
+        config.eos_token_id = None
+    try:
+        yield
+    finally:
+        for config, eos_token_id in zip(configs, own, strict=True):
+            config.eos_token_id = eos_token_id
 
 
 def reference_inputs(
@@ -123,6 +149,8 @@ def reference_inputs(
     """
     if frames_as_pictures is not None:
         messages = _with_frames(messages, frames_as_pictures)
+    if not processor.chat_template and type(processor).__name__ in PLAIN_CALLS:
+        return _tensors(PLAIN_CALLS[type(processor).__name__](processor, _as_parts(messages)))
     if not processor.chat_template:
         return _tensors(processor(**plain_inputs(processor, _as_parts(messages)), return_tensors="pt"))
     videos = [part for message in messages for part in _parts(message["content"]) if part["type"] == "video"]

@@ -123,6 +123,12 @@ def _got_text(num_pictures: int, text: str) -> str:
 
 
 _PLAIN = {
+    "Blip2Processor": lambda num_pictures, text: text,
+    "BlipProcessor": lambda num_pictures, text: text,
+    "ChameleonProcessor": lambda num_pictures, text: "<image>" * num_pictures + text,
+    "InstructBlipProcessor": lambda num_pictures, text: text,
+    "Kosmos2Processor": lambda num_pictures, text: text,
+    "Kosmos2_5Processor": lambda num_pictures, text: text,
     "DeepseekOcr2Processor": lambda num_pictures, text: "<image>\n" * num_pictures + text,
     "GotOcr2Processor": _got_text,
     "Florence2Processor": lambda num_pictures, text: text,

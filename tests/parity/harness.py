@@ -76,9 +76,14 @@ def _taken(family: str, asked: dict[str, list[dict[str, Any]]]) -> dict[str, lis
     recipe = ALL_FAMILIES[family]
     refused = {"mixed media"} if not recipe.mixes_kinds else set()
     refused |= {"text", "long text"} if recipe.needs_picture else set()
+    refused |= _OF_SEVERAL if recipe.one_picture else set()
     refused |= {"turns"} if not recipe.takes_turns else set()
     refused |= {"turns", "five", "tiny"} if recipe.stacks_pictures else set()
     return {name: messages for name, messages in asked.items() if name not in refused}
+
+
+_OF_SEVERAL = {"two", "video", "turns", "five", "tiny", "same twice", "two videos", "video with rate", "mixed media"}
+"""Questions about several pictures, or a video's frames."""
 
 
 def more_questions(family: str) -> dict[str, list[dict[str, Any]]]:
@@ -150,12 +155,22 @@ class Bench:
                     seed=recipe.seed,
                 )
                 for name, recipe in RECIPES.items()
+                if name not in ALL_FAMILIES[family].lacks
             }
         )
         self._expected: dict[tuple[Case, int], Completion] = {}
 
+    def mixed(self, names: Iterable[str], adapters: Iterable[str] = ADAPTERS) -> list[Case]:
+        """As `mixed`, of the adapters that the family has."""
+        return mixed(names, [name for name in adapters if name == BASE or name in self.having(name)])
+
+    def having(self, *adapters: str) -> list[str]:
+        """Those of the adapters that the family has."""
+        return [name for name in adapters if name not in ALL_FAMILIES[self.family].lacks]
+
     def llm(self, *adapters: str, **config: Any) -> LLM:
         """An engine with these adapters of the bench loaded, or all of them."""
+        config.setdefault("max_model_len", ALL_FAMILIES[self.family].max_model_len)
         return LLM(self.checkpoint, {name: self.adapters[name] for name in adapters or self.adapters}, **config)
 
     def request(self, case: Case, num_tokens: int = NUM_TOKENS) -> ChatRequest:
@@ -179,7 +194,8 @@ class Bench:
 
     def num_prompt_tokens(self, case: Case) -> int:
         inputs = reference_inputs(processor_of(self.checkpoint), self.questions[case.question], self.frames_as_pictures)
-        return inputs["input_ids"].shape[1]
+        ids = inputs.get("input_ids", inputs.get("decoder_input_ids"))
+        return 1 if ids is None else ids.shape[1]  # where a decoder starts
 
     @property
     def token_bytes(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.families.build import ALL_FAMILIES, FAMILIES
 from tests.families.host import HOSTED
-from tests.parity.harness import Bench, mixed, more_questions, questions
+from tests.parity.harness import Bench, more_questions, questions
 
 FURTHER = tuple(name for name in ALL_FAMILIES if name not in {*FAMILIES, *HOSTED})
 ALIASES = ("glmga", "cosmos3_omni")
@@ -19,9 +19,9 @@ IN_CI = [pytest.param(name, marks=pytest.mark.full if name in ALIASES else ()) f
 @pytest.mark.parametrize("family", IN_CI)
 def test_mixed_batch_equals_merged_models(family: str, bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of(family)
-    with bench.llm("tower", "all", max_step_tokens=64) as llm:
+    with bench.llm(*bench.having("tower", "all"), max_step_tokens=64) as llm:
         asked = [name for name in ("picture", "two", "video", "text") if name in questions(family)]
-        bench.check(llm, mixed(asked, ["base", "tower", "all"]), num_tokens=4)
+        bench.check(llm, bench.mixed(asked, ["base", "tower", "all"]), num_tokens=4)
 
 
 @pytest.mark.full
@@ -30,5 +30,5 @@ def test_mixed_batch_equals_merged_models(family: str, bench_of: Callable[[str],
 def test_all_shapes_in_both_modes(family: str, mode: str, bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of(family)
     with bench.llm(apply_mode=mode) as llm:
-        bench.check(llm, mixed(questions(family)))
-        bench.check(llm, mixed(more_questions(family)))
+        bench.check(llm, bench.mixed(questions(family)))
+        bench.check(llm, bench.mixed(more_questions(family)))

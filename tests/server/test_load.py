@@ -8,7 +8,8 @@ import pytest
 from benchmarks.load_test import Load, measure, picture_url, prepare
 
 from polylens.config import EngineConfig
-from polylens.server.start import load, start
+from polylens.models.loading import load_model as load
+from polylens.server.start import start
 from tests.families.media import picture
 from tests.server.conftest import Shop
 from tests.server.media import QUESTION

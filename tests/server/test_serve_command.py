@@ -14,9 +14,10 @@ from polylens.cli.serve_flags import GROUPS, make_parser, with_flags
 from polylens.cli.serve_options import engine_config, folder_named, lora_modules, server_options
 from polylens.config import EngineConfig
 from polylens.errors import ModelLoadError, PolylensError, RequestError
+from polylens.models.loading import load_model as load
 from polylens.server.options import ServerOptions
 from polylens.server.run import listen
-from polylens.server.start import load, model_defaults, stated_defaults
+from polylens.server.start import model_defaults, stated_defaults
 from tests.cli.process import assert_refused, polylens
 from tests.server.conftest import Shop
 from tests.server.process import serving

@@ -53,14 +53,15 @@ def _serve(
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     listener = listen(arguments.host, arguments.port)  # before anything that takes long
+    from polylens.models.loading import load_model
     from polylens.server.app import build_app
     from polylens.server.service import Service
-    from polylens.server.start import adapters_below, load, model_defaults, start, stated_defaults
+    from polylens.server.start import adapters_below, model_defaults, start, stated_defaults
 
     lazy = adapters_below(folder) if folder is not None else {}
     check_names(options, adapters, lazy)
     stated = stated_defaults(arguments.generation_config)
-    loaded = load(model_or_demo(arguments.model), config, template)
+    loaded = load_model(model_or_demo(arguments.model), config, template)
     defaults = stated if stated is not None else model_defaults(loaded)
     options = dataclasses.replace(options, sampling={**defaults, **options.sampling})
     thread = start(loaded, config, adapters, max_queue=arguments.max_queue, lazy=lazy)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class LLM:
     """A vision-language model with LoRA adapters, each request naming its own.
 
-    model: a local folder or a hub id. adapters: name -> folder or hub id of a PEFT LoRA.
+    model: a local folder or a hub id. adapters: name -> folder or hub id of a PEFT LoRA. chat_template: the text of
+    one (Jinja), in place of the model's own.
     Further keyword arguments are fields of `EngineConfig` (dtype, device, kv_bytes, …).
 
         llm = LLM("Qwen/Qwen2.5-VL-3B-Instruct", adapters={"gauges": "./gauges-lora"})
@@ -48,10 +49,11 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         *,
         config: EngineConfig | None = None,
+        chat_template: str | None = None,
         **overrides: Any,
     ) -> None:
         config = dataclasses.replace(config or EngineConfig(), **overrides)
-        self._start(load_model(model, config), config, adapters)
+        self._start(load_model(model, config, chat_template), config, adapters)
 
     @classmethod
     def from_loaded(

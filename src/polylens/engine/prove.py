@@ -145,7 +145,7 @@ def _prove(loaded: LoadedModel) -> Proof:
 def _compare(loaded: LoadedModel, *, narrow: bool) -> Proof:
     small = stand_in(loaded.model, narrow=narrow)
     processor = loaded.processing.processor
-    asked = _questions(loaded.processing.takes_media)
+    asked = _questions(loaded.processing)
     expected = [_generated(small, processor, messages) for messages in asked]
     ready = dataclasses.replace(
         prepare_model(small, processor, source=loaded.source), is_proven=True, notes=loaded.notes
@@ -165,18 +165,20 @@ def _wrong_runs(ready: LoadedModel, asked: list[Any]) -> list[tuple[LoadedModel,
     masked = dataclasses.replace(ready, notes=dataclasses.replace(ready.notes, two_way=other))
     runs = [(masked, asked)]
     if ready.processing.takes_media:
-        runs.append((ready, _questions(True, seed=1)))
+        runs.append((ready, _questions(ready.processing, seed=1)))
     return runs
 
 
-def _questions(with_pictures: bool, seed: int = 0) -> list[Any]:
-    """Two requests of different length, the first with two pictures, the second with one.
+def _questions(processing: Processing, seed: int = 0) -> list[Any]:
+    """Two requests of different length, the first with two pictures if the model takes them, the second with one.
 
     A picture comes last, so that the next token sees it in short windows too.
     """
-    if not with_pictures:
+    if not processing.takes_media:
         return [_user(WORDS, WORDS), _user(WORDS)]
     first, second, third = (_picture(*size, seed + index) for index, size in enumerate(PICTURES))
+    if processing.notes.one_picture:
+        return [_user(first, WORDS, WORDS), _user(WORDS, third)]
     return [_user(first, WORDS, second), _user(WORDS, third)]
 
 

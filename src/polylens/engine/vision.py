@@ -183,6 +183,6 @@ def encoder_rows(loaded: LoadedModel, item: ProcessedItem) -> int:
     pixels = next(iter(pixel_tensors(item.tensors).values()))
     if pixels.dim() < 4:
         return pixels.shape[:-1].numel()
-    patch = getattr(loaded.config.vision_config, "patch_size", 1)
+    patch = getattr(getattr(loaded.config, "vision_config", None), "patch_size", 1)
     side = patch if isinstance(patch, int) else patch[0]
     return pixels.shape[:-3].numel() * (pixels.shape[-2] // side) * (pixels.shape[-1] // side)

@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 # A merger inside the tower module is the connector: it maps patches to the text model's width
 # (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample; Ovis 2: head_linear; Granite
 # Docling: connector).
-_CONNECTOR_IN_TOWER = re.compile(r"^(?:\w+_)?(?:merger|merger_list|downsample|head_linear|head_norm|connector)(?:\.|$)")
+_CONNECTOR_IN_TOWER = re.compile(
+    r"^(?:\w+_)?(?:merger|merger_list|downsample|head_linear|head_norm|connector|multi_modal_projector)(?:\.|$)"
+)
 _SECOND_TOWER = re.compile(r"(?:^|\.)(?:video_tower|high_res_vision_(?:model|neck|proj))\.")
 """Towers that transformers does not name as the encoder: Video-LLaVA's of videos, DeepSeek-VL's of large pictures."""
+_TOWERS_ELSEWHERE = ("vqmodel", "image_encoder")
+"""Encoders of pictures by names that transformers' `get_encoder` does not look for (Chameleon, Emu 3; GIT)."""
 
 
 _OWNED = (LayerKind.EXPERTS, LayerKind.SHARED)
@@ -35,6 +39,30 @@ def text_model(model: PreTrainedModel) -> nn.Module:
     """The decoder without its head."""
     decoder = model.get_decoder()
     return decoder.model if type(decoder).__name__.endswith("ForCausalLM") else decoder
+
+
+def picture_encoder(model: PreTrainedModel) -> nn.Module:
+    """The tower; the model itself where nothing of it is one."""
+    encoder = model.get_encoder(modality="image")
+    if encoder is not model and encoder is not model.base_model:
+        return encoder
+    if model.config.is_encoder_decoder:
+        return model.get_encoder()
+    named = (module for name, module in model.named_modules() if name.rpartition(".")[2] in _TOWERS_ELSEWHERE)
+    return next(named, model)
+
+
+def _token_embedding(model: PreTrainedModel) -> nn.Module:
+    """The embedding of the text; some models leave it to their decoder to say."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return model.get_decoder().get_input_embeddings()
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """The layer that makes logits; some models leave it to their decoder to say."""
+    return model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
 
 
 def module_path(model: nn.Module, wanted: nn.Module) -> str:
@@ -124,7 +152,7 @@ def _other_spec(
     weight = module._parameters.get("weight")
     if weight is None:
         return None
-    if module is model.get_input_embeddings() and isinstance(module, nn.Embedding):
+    if module is _token_embedding(model) and isinstance(module, nn.Embedding):
         width = module.embedding_dim
         return LayerSpec(name, Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, module.num_embeddings, width)
     if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_linear_over_patches(module):
@@ -176,11 +204,15 @@ def _is_linear_over_patches(module: nn.Conv2d | nn.Conv3d) -> bool:
 
 
 def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
-    tower = module_path(model, model.get_encoder(modality="image"))
+    tower = module_path(model, picture_encoder(model))
     text = module_path(model, text_model(model))
-    head = module_path(model, model.get_output_embeddings())
+    head = module_path(model, output_head(model))
+
+    tower_in_text = tower.startswith(f"{text}.")
 
     def locate(name: str) -> Component:
+        if tower_in_text and name.startswith(f"{tower}."):
+            return Component.VISION_TOWER
         if name == head or name.startswith(f"{text}."):
             return Component.LANGUAGE_MODEL
         if _SECOND_TOWER.search(name):

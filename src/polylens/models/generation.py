@@ -25,18 +25,23 @@ def generation_steps(
     whatever transformers raises for inputs that the model cannot take.
     """
     device, dtype = model.device, model.dtype
-    ids = torch.tensor([list(token_ids)], device=device)
     moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()}
     return model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        **moved,
+        **{**_prompt(model, torch.tensor([list(token_ids)], device=device)), **moved},
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,
         use_cache=True,
         custom_generate=_one_by_one,
     )
+
+
+def _prompt(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The prompt's (1, n) ids under the name the model takes them: the decoder's, where only pictures are encoded."""
+    encodes_text = model.main_input_name == "input_ids" or hasattr(model, "get_image_features")
+    if model.config.is_encoder_decoder and not encodes_text:
+        return {"decoder_input_ids": ids}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _one_by_one(

@@ -29,7 +29,8 @@ def media_part(processor: Any, kind: MediaKind) -> Any:
 
 def media_token(processor: Any, kind: MediaKind) -> str | None:
     """What stands for one item in the text that a template renders; None where the processor names nothing."""
-    return getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
+    token = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
+    return None if token is None else str(token)  # BLIP-2's is an AddedToken
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,13 @@ class WholeProcessor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def __call__(self, media: Any, **options: Any) -> dict[str, Any]:
+    def __call__(self, images: Any = None, **options: Any) -> Any:
+        media = options.pop("videos", None) if images is None else images
         if self._size is not None:
             options["size"] = self._size
         try:
-            return dict(self.real(media, **{**options, **_fixed_options(self.real, self.items)}))
+            output = self.real(media, **{**options, **_fixed_options(self.real, self.items)})
+            return output if isinstance(output, torch.Tensor) else dict(output)  # IDEFICS' returns the pixels
         except Exception as error:  # the border to processors: they raise what they like on odd sizes
             kind = self.items[0].kind
             raise MediaError(f"the {kind}s cannot be processed for this model: {first_line(error)}") from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
@@ -16,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from polylens.errors import ModelLoadError, first_line
-from polylens.models.components import model_layers, module_path, text_model
+from polylens.models.components import model_layers, module_path, output_head, text_model
 from polylens.models.families import FamilyNotes, TwoWay, notes_for
 from polylens.models.processing import Processing
 from polylens.models.text_fit import is_proven_by_tests, why_hosted
@@ -78,12 +79,13 @@ class LoadedModel:
 
     @property
     def head(self) -> nn.Module:
-        return self.model.get_output_embeddings()
+        return output_head(self.model)
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits; the tokenizer may know fewer ids."""
-        return self.head.get_parameter("weight").shape[0]
+        more = getattr(self.head, "out_additional_features", 0)  # IDEFICS: rows for the tokens it added
+        return self.head.get_parameter("weight").shape[0] + more
 
     @property
     def head_name(self) -> str:
@@ -95,8 +97,8 @@ class LoadedModel:
         return self.model.base_model
 
 
-def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
-    """Load `source` (a local folder or a hub id).
+def load_model(source: str | Path, config: EngineConfig, chat_template: str | None = None) -> LoadedModel:
+    """Load `source` (a local folder or a hub id). chat_template: its text, in place of the model's own.
 
     Raises ModelLoadError: missing or broken files, not a model that generates text, quantised weights, an unavailable
     device.
@@ -110,6 +112,7 @@ def load_model(source: str | Path, config: EngineConfig) -> LoadedModel:
     dtype = _dtype(config.dtype, hf_config)
     with quiet(not config.show_progress), loading_errors(source):
         processor = load_processor(source, hf_config, trust_remote_code=config.trust_remote_code)
+        processor.chat_template = chat_template or getattr(processor, "chat_template", None)
         loaded: Any = auto_class(hf_config).from_pretrained(
             source,
             config=hf_config,
@@ -244,6 +247,8 @@ def _check_config(config: PreTrainedConfig, source: str) -> None:
     model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if model_class is not None and not model_class.can_generate():
         raise ModelLoadError(f"{source!r} is a {config.model_type!r} model, which does not generate text")
+    if (reason := notes_for(config.model_type).refused) is not None:
+        raise ModelLoadError(f"{source!r} is a {config.model_type!r} model: {reason}")
     if getattr(config, "quantization_config", None) is not None:
         raise ModelLoadError(
             f"{source!r} is quantised; polylens needs 16- or 32-bit weights. A QLoRA adapter can be "
@@ -294,6 +299,8 @@ class loading_errors:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, jinja2.TemplateError):
+            raise ModelLoadError(f"the chat template of {self.source!r} cannot be used: {first_line(error)}") from error
         if isinstance(error, Exception) and not isinstance(error, ModelLoadError):
             raise ModelLoadError(f"cannot load model {self.source!r}: {first_line(error)}") from error
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from polylens.models.components import picture_encoder
 from polylens.models.encoder import encode
 from polylens.models.probe import ProbeResult, probe_row_rules
 from polylens.models.probe_cache import ProbeCache
@@ -61,7 +62,7 @@ def find_row_rules(
 
 def _facts(loaded: LoadedModel, max_parameters: int) -> Mapping[str, Any]:
     """What a result depends on, besides the probe itself."""
-    tower = loaded.model.get_encoder(modality="image")
+    tower: Any = picture_encoder(loaded.model)
     return {
         "config": architecture(loaded.config.to_dict()),
         "class": type(loaded.model).__qualname__,

@@ -86,7 +86,8 @@ class Processing:
         shares_tokenizer = beside is not None and beside.tokenizer is self.tokenizer
         lock = beside.safe_tokenizer.lock if beside is not None and shares_tokenizer else None
         self.safe_tokenizer: SafeTokenizer = SafeTokenizer(self.tokenizer, self.control, media_tokens, lock)
-        self.stop_token_ids = _stop_token_ids(self.tokenizer, config, generation_config)
+        self.stop_token_ids = _stop_token_ids(self.tokenizer, config, generation_config, self.notes.stop_entries)
+        self.start_token_id = _decoder_start(config, generation_config)
         # Its keys hold the settings, so all may have the same one.
         self.memo: ResultMemo = ResultMemo(PROCESSED_ITEMS_BYTES) if beside is None else beside.memo
         self.part_settings = {kind: settings_text(media_part(processor, kind)) for kind in MediaKind}
@@ -134,6 +135,7 @@ class Processing:
             raise RequestError("this is a language model: it takes no pictures and videos", param="messages")
         variables = self._template_variables(chat_template_kwargs)
         rendered = self._in_template_form(chat.messages)
+        self._check_number(len(chat.media))
         escape = Escape(self.control, self.template, strings_in([rendered, variables]), self._commands)
         call = ProcessorCall(self, escape, chat.media, settings)
         ids = call.run(
@@ -167,6 +169,10 @@ class Processing:
         text: str = plain_data(prompt, "prompt")
         escape = Escape(self.control, self.template, [text])
         return PreparedPrompt(self.safe_tokenizer.encode(escape.hide(text), escape, {"add_special_tokens": True}))
+
+    def _check_number(self, num_media: int) -> None:
+        if self.notes.one_picture and num_media > 1:
+            raise RequestError(f"this model takes one picture in a request, got {num_media}", param="messages")
 
     def _checked_ids(self, token_ids: Sequence[Any]) -> list[int]:
         limit = len(self.tokenizer)
@@ -226,16 +232,17 @@ class Processing:
         return expected in text and f"'{expected}'" not in text
 
     def _assemble(self, ids: list[int], call: ProcessorCall) -> PreparedPrompt:
-        items = call.placed_items(ids)
-        runs = _runs(ids, self.feature_ids, [item.num_tokens for item in items])
+        marks_t = call.media_marks(ids)
+        items = call.placed_items(int(marks_t.sum()))
+        runs = _runs(marks_t, [item.num_tokens for item in items])
         if self.notes.feature_ids_entries:
             items = [_with_feature_ids(item, ids, run) for item, run in zip(items, runs, strict=True)]
         return PreparedPrompt(ids, items, [MediaSlot(index, run) for index, run in enumerate(runs)])
 
 
-def _runs(ids: Sequence[int], media_ids: Sequence[int], counts: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+def _runs(marks_t: np.ndarray, counts: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
     """Divide the positions of media tokens among items in order, `counts[i]` each, as runs (start, length)."""
-    positions = np.flatnonzero(np.isin(ids, media_ids)) if media_ids else np.empty(0, dtype=np.int64)
+    positions = np.flatnonzero(marks_t)
     if len(positions) != sum(counts):
         raise InternalError(f"{len(positions)} media tokens in the ids for {sum(counts)} of the media")
     bounds = np.cumsum([0, *counts])
@@ -274,7 +281,8 @@ def _chat_template(processor: Any, default: str | None) -> str:
     template = template or default
     if not isinstance(template, str) or not template:
         raise ModelLoadError(
-            "the model has no chat template (chat_template.jinja); use an instruction-tuned checkpoint"
+            "the model has no chat template (chat_template.jinja); use an instruction-tuned checkpoint, or give one "
+            "(chat_template=, --chat-template)"
         )
     return template
 
@@ -284,10 +292,22 @@ def settings_text(part: Any) -> str:
     return "" if part is None else f"{type(part).__name__}|{part.to_json_string()}"
 
 
-def _stop_token_ids(tokenizer: Any, config: Any, generation_config: Any) -> tuple[int, ...]:
+def _decoder_start(config: Any, generation_config: Any) -> int | None:
+    """The first token of every answer of an encoder-decoder."""
+    text_config = config.get_text_config(decoder=True) if config is not None else None
+    for holder in (generation_config, config, text_config):
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            if (token_id := getattr(holder, name, None)) is not None:
+                return token_id
+    return None
+
+
+def _stop_token_ids(
+    tokenizer: Any, config: Any, generation_config: Any, more_entries: Sequence[str] = ()
+) -> tuple[int, ...]:
     """Every id that any part of the checkpoint says ends an answer, sorted."""
     text_config = config.get_text_config() if config is not None else None
-    found: set[int] = set()
+    found: set[int] = {getattr(text_config, entry) for entry in more_entries}
     for holder in (tokenizer, config, text_config, generation_config):
         value = getattr(holder, "eos_token_id", None)
         found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])

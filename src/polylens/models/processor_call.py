@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import numpy as np
 import torch
 from transformers import ProcessorMixin
 
 from polylens.core import MediaKind
 from polylens.errors import InternalError, PolylensError, RequestError, first_line
 from polylens.models.item_processor import ItemProcessor, WholeProcessor, media_part, media_token
-from polylens.models.prepared import ProcessedItem, pixel_tensors
+from polylens.models.prepared import PIXEL_PREFIX, ProcessedItem
 from polylens.models.template_limit import template_limit
 
 if TYPE_CHECKING:
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
 
     from polylens.core import MediaItem
     from polylens.models.control_tokens import Escape, SafeTokenizer
+    from polylens.models.families.notes import CallProcessor
     from polylens.models.media_settings import MediaSettings
     from polylens.models.processing import Processing
 
 VIDEO_EXTRAS = ("second_per_grid_ts", "video_second_per_grid")
 """What processors return once for each video beside the encoder's tensors, for positions."""
+_PIXELS = (PIXEL_PREFIX, "flattened_patches")
+"""What processors call pixels."""
+_TEXT_IDS = ("input_ids", "decoder_input_ids", "labels")
+"""What processors call the ids of the text."""
 
 
 class ProcessorCall:
@@ -69,27 +75,48 @@ class ProcessorCall:
         except Exception as error:  # the border to templates and processors: they raise what they like on odd input
             line = first_line(error)
             raise RequestError(f"the model's processor refuses these messages: {line}", param="messages") from error
-        if len(output["input_ids"]) != 1:
+        self._output = {name: _of_one_text(value) for name, value in output.items()}
+        prompts = self._output.get("input_ids", ())
+        if len(prompts) > 1:
             raise RequestError(
-                f"the model's processor makes {len(output['input_ids'])} prompts of one conversation: it is not for "
-                "chat",
+                f"the model's processor makes {len(prompts)} prompts of one conversation: it is not for chat",
                 param="messages",
             )
-        self._output = output
         self._extras = {name: output[name] for name in VIDEO_EXTRAS if name in output}
-        return list(output["input_ids"][0])
+        return self._token_ids()
+
+    def _token_ids(self) -> list[int]:
+        """The text's ids, under one of the names that processors give them; without text, where a decoder starts."""
+        for name in _TEXT_IDS:
+            ids = self._output.get(name)
+            if ids is not None and len(ids[0]):
+                return torch.as_tensor(ids[0]).tolist()
+        start = self._owner.start_token_id
+        if start is None:
+            raise RequestError("the messages have no text to go on from", param="messages")
+        return [start]
+
+    def media_marks(self, ids: Sequence[int]) -> np.ndarray:
+        """(n,) bool: which of the tokens features replace."""
+        mask = self._owner.notes.media_mask
+        if mask is None:
+            return np.isin(ids, self._owner.feature_ids)
+        return np.asarray(self._output[mask][0]) == 1 if mask in self._output else np.zeros(len(ids), dtype=bool)
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """All that the processor returned beside the ids. Raises RequestError where it did not take the media."""
         for kind, part in self._parts.items():
-            if part.items and not pixel_tensors(self._output):
+            if part.items and not any(name.startswith(_PIXELS) for name in self._output):
                 raise RequestError(f"the chat template places no {kind}s where the messages have them", "messages")
-        return {name: torch.as_tensor(value) for name, value in self._output.items() if name != "input_ids"}
+        return {name: torch.as_tensor(value) for name, value in self._output.items() if name not in _TEXT_IDS}
 
-    def placed_items(self, ids: Sequence[int]) -> list[ProcessedItem]:
-        """The items in the order of their places in the text, which became `ids`."""
-        if self._media and self._owner.notes.written_out:
-            self._share_tokens(ids)
+    def placed_items(self, num_marked: int) -> list[ProcessedItem]:
+        """The items in the order of their places in the text, which has so many media tokens."""
+        if self._owner.notes.one_picture:
+            self._order = [item.kind for item in self._media]
+            self._counts.update({kind: [num_marked] for kind in self._order})
+        elif self._media and self._owner.notes.written_out:
+            self._share_tokens(num_marked)
         elif self._media and not self._order:
             self._expand_alone()
         of_kind = {kind: self._processed_items(kind) for kind in MediaKind}
@@ -106,17 +133,17 @@ class ProcessorCall:
             ProcessedItem(
                 kind=kind,
                 media_key=item.key,
-                settings_key=result.settings_key,
-                tensors=self._encoder_tensors(result.outputs),
+                settings_key=result.settings_key + self._inputs_key,
+                tensors=self._encoder_tensors(result.outputs) | self._item_inputs,
                 num_tokens=self._counts[kind][index],
                 extras=self._item_extras(index) if kind is MediaKind.VIDEO else {},
             )
             for index, (item, result) in enumerate(zip(part.items, part.results, strict=True))
         ]
 
-    def _share_tokens(self, ids: Sequence[int]) -> None:
+    def _share_tokens(self, num_marked: int) -> None:
         """Place the items where the chat template writes their tokens: equally many for each."""
-        num_tokens, rest = divmod(self._owner.count_media_tokens(ids), len(self._media))
+        num_tokens, rest = divmod(num_marked, len(self._media))
         if rest or not num_tokens:
             raise RequestError("the chat template places no images where the messages have them", param="messages")
         self._order = [item.kind for item in self._media]
@@ -148,12 +175,23 @@ class ProcessorCall:
             if isinstance(value, torch.Tensor) and name not in unused and name not in VIDEO_EXTRAS
         }
 
+    @cached_property
+    def _item_inputs(self) -> dict[str, torch.Tensor]:
+        return {name: torch.as_tensor(self._output[name]) for name in self._owner.notes.item_inputs}
+
+    @property
+    def _inputs_key(self) -> str:
+        """Of those inputs that the picture alone does not tell."""
+        return "".join(f"|{name}={value.tolist()}" for name, value in self._item_inputs.items())
+
     def _item_extras(self, index: int) -> dict[str, torch.Tensor]:
         return {name: torch.as_tensor([values[index]], dtype=torch.float32) for name, values in self._extras.items()}
 
     def _processor(self) -> Any:
         processor = copy.copy(self._owner.processor)
         processor.tokenizer = _CallTokenizer(self._owner.safe_tokenizer, self._escape)
+        if hasattr(processor, "qformer_tokenizer"):
+            processor.qformer_tokenizer = _RestoredText(processor.qformer_tokenizer, self._escape)
         for kind, part in self._parts.items():
             if part.real is not None:
                 setattr(processor, f"{kind}_processor", part)
@@ -163,6 +201,8 @@ class ProcessorCall:
         processor.get_text_with_replacements = self._watched_expansion(processor)
         if self._owner.notes.plain_call and not self._owner.whole:
             processor.__class__ = _plainly_called(processor.__class__)
+        if self._owner.notes.call is not None:
+            processor.__class__ = _called_by(self._owner.notes.call, processor.__class__)
         return processor
 
     def _watched_expansion(self, processor: Any) -> Any:
@@ -190,9 +230,9 @@ class ProcessorCall:
         """The processor's own checks, after ours: not every family compares placeholders with media."""
         validate = processor.validate_inputs
 
-        def check_and_validate(*inputs: Any, text: list[str], **more: Any) -> Any:
-            for kind, part in self._parts.items():
-                self._check_placeholders(text[0], kind, len(part.items))
+        def check_and_validate(*inputs: Any, text: Any, **more: Any) -> Any:
+            for kind, part in self._parts.items() if text is not None else ():
+                self._check_placeholders(text if isinstance(text, str) else text[0], kind, len(part.items))
             return validate(*inputs, text=text, **more)
 
         return check_and_validate
@@ -201,6 +241,8 @@ class ProcessorCall:
         if self._owner.notes.written_out:
             return
         placeholder = media_token(self._owner.processor, kind)
+        if placeholder is None and self._owner.notes.one_picture:
+            return
         num_placeholders = text.count(placeholder) if placeholder else 0
         if num_placeholders != num_items:
             raise RequestError(
@@ -232,17 +274,57 @@ class _CallTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._safe.tokenizer, name)
 
+    def restored(self, text: str) -> str:
+        """The text as the user wrote it."""
+        return self._escape.restore(text)
+
     def __call__(self, text: str | list[str], **options: Any) -> _Ids:
+        as_tensors = options.get("return_tensors") == "pt"
         texts = [text] if isinstance(text, str) else text
-        return _Ids(input_ids=[self._safe.encode(one, self._escape, options) for one in texts])
+        ids = [self._safe.encode(one, self._escape, options | _AS_LISTS) for one in texts]
+        masks = [[1] * len(one) for one in ids]
+        if as_tensors:
+            return _Ids(input_ids=torch.tensor(ids), attention_mask=torch.tensor(masks))
+        flat = isinstance(text, str)
+        return _Ids(input_ids=ids[0] if flat else ids, attention_mask=masks[0] if flat else masks)
+
+
+_AS_LISTS = {"return_tensors": None}
 
 
 class _Ids(dict[str, Any]):
     """What the stand-in tokenizer returns."""
 
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
     def char_to_token(self, *_: int) -> int:
         """Idefics 3 asks where its placeholders lie, to mark token types if it is told to; here it is not."""
         return 0
+
+
+def _of_one_text(value: Any) -> Any:
+    """As a batch of one, where a processor returns the ids, or the mask, of one text alone."""
+    return [value] if isinstance(value, list) and value and isinstance(value[0], int) else value
+
+
+class _RestoredText:
+    """Stands in for the tokenizer of a question that an encoder reads: it has no media tokens that one could type."""
+
+    def __init__(self, tokenizer: Any, escape: Escape) -> None:
+        self._tokenizer = tokenizer
+        self._escape = escape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        return self._tokenizer([self._escape.restore(one) for one in text], **options)
 
 
 def _with_flat_images(prepare: Any) -> Any:
@@ -250,6 +332,16 @@ def _with_flat_images(prepare: Any) -> Any:
         return prepare([one for nested in images or () for one in nested] or None, *others, **more)
 
     return prepare_flat
+
+
+@cache
+def _called_by(call: CallProcessor, processor_class: Any) -> type:
+    def called(self: Any, images: Any = None, text: Any = None, **options: Any) -> Any:
+        given = {name: value for name, value in options.items() if value is not None}
+        pictures = [one for nested in images or () for one in nested]
+        return call(self, partial(processor_class.__call__, self), text, pictures, given)
+
+    return type(processor_class.__name__, (processor_class,), {"__call__": called})
 
 
 @cache

@@ -86,6 +86,8 @@ class TextRunner:
             self._padding_id = 0 if loaded.notes.media_embed_as_first else text_config.pad_token_id
             self._placeholders_p = _placeholders(loaded.config).to(loaded.device)
         self._arguments = loaded.notes.text_arguments or deepstack_arguments
+        never = loaded.notes.never_answered
+        self._never_answered = None if never is None else torch.tensor(never(loaded.config), device=loaded.device)
         self.device = loaded.device
         self.two_way_in_windows_only = loaded.notes.two_way_in_windows_only
         self.carries_state = make_ragged(loaded) > 0
@@ -129,7 +131,10 @@ class TextRunner:
 
     def logits(self, hidden_sd: torch.Tensor) -> torch.Tensor:
         """(s, d) hidden states of the rows to sample from -> (s, vocab) float32 logits."""
-        return self._after_head(self._head(hidden_sd)).float()
+        logits_sv = self._after_head(self._head(hidden_sd))
+        if self._never_answered is not None:  # Chameleon, by this value
+            logits_sv[:, self._never_answered] = torch.finfo(logits_sv.dtype).min
+        return logits_sv.float()
 
 
 def _wanted(hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polylens.models.components import text_model
-from polylens.models.families import FAMILIES
+from polylens.models.families import FAMILIES, notes_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,11 +22,15 @@ def why_hosted(model: PreTrainedModel) -> str | None:
         return "it is an encoder-decoder"
     if any(type(module).__name__.endswith("Indexer") for module in text_model(model).modules()):
         return "its text model chooses which earlier tokens each one sees (sparse attention)"
-    if any("CrossAttention" in type(module).__name__ for module in text_model(model).modules()):
+    if any(_is_cross_attention(name, module) for name, module in text_model(model).named_modules()):
         return "its text model attends to pictures in layers of its own (cross-attention)"
     if by_length := _rope_types(text_model(model)) & _ROPE_BY_LENGTH:
         return f"its rotary positions ({min(by_length)}) depend on the other sequences of a batch"
-    return None
+    return notes_for(model.config.model_type).hosted
+
+
+def _is_cross_attention(name: str, module: Any) -> bool:
+    return "CrossAttention" in type(module).__name__ or name.endswith(("crossattention", "cross_attn", "encoder_attn"))
 
 
 def _rope_types(text: nn.Module) -> set[str]:

@@ -8,20 +8,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from polylens.adapters.read import CONFIG_FILE, refuse_pickle
 from polylens.core import SamplingParams
 from polylens.engine.engine import Engine
 from polylens.engine.thread import EngineThread
 from polylens.errors import AdapterError, ModelLoadError, PolylensError, RequestError
-from polylens.models.loading import LoadedModel, load_model, read_json_object
-from polylens.models.processing import Processing
+from polylens.models.loading import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from polylens.config import EngineConfig
+    from polylens.models.loading import LoadedModel
 
 GENERATION_FIELDS = {
     "temperature": "temperature",
@@ -37,20 +35,6 @@ GENERATION_FILE = "generation_config.json"
 
 NO_DEFAULTS = ("none", "vllm")
 """What `--generation-config` may say for OpenAI's defaults; the second is vLLM's word for it."""
-
-
-def load(model: str | Path, config: EngineConfig, chat_template: str | None = None) -> LoadedModel:
-    """Load the model. chat_template: the text of a template in place of the model's own. Raises ModelLoadError."""
-    loaded = load_model(model, config)
-    if chat_template is None:
-        return loaded
-    processor = loaded.processing.processor
-    processor.chat_template = chat_template
-    try:
-        processing = Processing(processor, loaded.config, loaded.model.generation_config, whole=loaded.processing.whole)
-    except jinja2.TemplateError as error:
-        raise ModelLoadError(f"the chat template cannot be used: {error}") from error
-    return dataclasses.replace(loaded, processing=processing)
 
 
 def start(

@@ -13,9 +13,10 @@ from polylens.errors import PolylensError, UnknownAdapterError
 from polylens.hosts.ray.follower import Follower
 from polylens.hosts.ray.loopback import stay_on_loopback
 from polylens.hosts.ray.wire import answer, answer_whole
+from polylens.models.loading import load_model
 from polylens.server.app import build_app
 from polylens.server.service import Service
-from polylens.server.start import load, model_defaults, start, stated_defaults
+from polylens.server.start import model_defaults, start, stated_defaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -104,7 +105,7 @@ async def _hold(adapter: str) -> str:
 def start_engine(settings: Settings) -> tuple[EngineThread, ServerOptions]:
     """The engine with its adapters, and the options of the application around it. Blocks. Raises PolylensError."""
     stated = stated_defaults(settings.generation_config)
-    loaded = load(settings.model, settings.engine, settings.chat_template)
+    loaded = load_model(settings.model, settings.engine, settings.chat_template)
     defaults = stated if stated is not None else model_defaults(loaded)
     # Ray gives a replica no more requests than it takes, so its own queue never refuses one.
     thread = start(

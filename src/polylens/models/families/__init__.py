@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polylens.models.families import (
+    captioning,
+    chameleon,
+    emu3,
     ernie4_5_vl_moe,
     florence2,
     frames,
+    fuyu,
     gemma4,
+    git,
     got_ocr2,
     granite4_vision,
+    idefics,
+    kosmos2,
     llama4,
     llava_onevision,
     minicpmv4_6,
@@ -30,10 +37,22 @@ __all__ = ["FAMILIES", "FamilyNotes", "TwoWay", "notes_for"]
 FAMILIES: Mapping[str, FamilyNotes] = {
     "aria": FamilyNotes(),
     "aya_vision": FamilyNotes(),
+    "blip": FamilyNotes(
+        processor=ProcessorNotes(
+            chat_template=plain_template("BLIP", ""), one_picture=True, stop_entries=("sep_token_id",)
+        )
+    ),
+    "blip-2": FamilyNotes(processor=ProcessorNotes(chat_template=plain_template("BLIP-2", ""), one_picture=True)),
+    "chameleon": FamilyNotes(
+        not_adaptable=chameleon.NOT_ADAPTABLE,
+        never_answered=chameleon.picture_tokens,
+        processor=ProcessorNotes(chat_template=plain_template("Chameleon", "<image>")),
+    ),
     "cohere2_vision": FamilyNotes(),
     "cohere_compass": FamilyNotes(),
     "cosmos3_edge": FamilyNotes(),
     "cosmos3_omni": FamilyNotes(),
+    "emu3": FamilyNotes(encode=emu3.encode, not_adaptable=chameleon.NOT_ADAPTABLE),
     "ernie4_5_vl_moe": FamilyNotes(
         text_arguments=ernie4_5_vl_moe.text_arguments,
         not_adaptable={r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only"},
@@ -49,6 +68,9 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "florence2": FamilyNotes(
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
     ),
+    "fuyu": FamilyNotes(
+        processor=ProcessorNotes(chat_template=plain_template("Fuyu", ""), one_picture=True, call=fuyu.call)
+    ),
     "gemma3": FamilyNotes(
         matmul_parameters=("mm_input_projection_weight",),
         two_way=TwoWay.IMAGES,
@@ -61,6 +83,10 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         text_arguments=gemma4.text_arguments,
         processor=ProcessorNotes(dropped_inputs=("num_soft_tokens_per_image", "num_soft_tokens_per_video")),
     ),
+    "git": FamilyNotes(
+        hosted="its prompts have no tokens for a picture",
+        processor=ProcessorNotes(chat_template=git.TEMPLATE, one_picture=True, call=git.call),
+    ),
     "glm46v": FamilyNotes(),
     "glm4v": FamilyNotes(),
     "glm4v_moe": FamilyNotes(),
@@ -71,8 +97,19 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "granite_docling": FamilyNotes(),
     "hunyuan_vl": FamilyNotes(),
     "hyperclovax_vision_v2": FamilyNotes(),
+    "idefics": FamilyNotes(
+        not_adaptable=idefics.NOT_ADAPTABLE,
+        processor=ProcessorNotes(chat_template=idefics.TEMPLATE, call=idefics.call),
+    ),
     "idefics2": FamilyNotes(),
     "idefics3": FamilyNotes(),
+    "instructblip": FamilyNotes(
+        processor=ProcessorNotes(
+            chat_template=plain_template("InstructBLIP", ""),
+            one_picture=True,
+            item_inputs=("qformer_input_ids", "qformer_attention_mask"),
+        ),
+    ),
     "internvl": FamilyNotes(
         collate=frames.concat_frames,
         encode=frames.encode_as_pictures,
@@ -80,6 +117,27 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "janus": FamilyNotes(),
     "kimi_k25": FamilyNotes(),
+    "kosmos-2": FamilyNotes(
+        encode=kosmos2.encode,
+        first_position=2,
+        prepare_text=kosmos2.without_own_mask,
+        processor=ProcessorNotes(
+            chat_template=plain_template("KOSMOS-2", ""),
+            commands=kosmos2.COMMANDS,
+            one_picture=True,
+            call=kosmos2.call,
+            media_mask=kosmos2.MASK,
+        ),
+    ),
+    "kosmos-2.5": FamilyNotes(
+        hosted="its text model marks the tokens around a picture too",
+        processor=ProcessorNotes(
+            chat_template=plain_template("KOSMOS-2.5", ""),
+            commands=kosmos2.COMMANDS_2_5,
+            one_picture=True,
+            call=kosmos2.call_2_5,
+        ),
+    ),
     "lfm2_vl": FamilyNotes(),
     "lfm3_vl": FamilyNotes(),
     "lighton_ocr": FamilyNotes(),
@@ -113,6 +171,16 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "pp_chart2table": FamilyNotes(processor=ProcessorNotes(written_out=True)),
     "qianfan_ocr": FamilyNotes(processor=ProcessorNotes(dropped_inputs=("num_patches",))),
     "qwen2_5_omni_thinker": FamilyNotes(),
+    "pix2struct": FamilyNotes(
+        processor=ProcessorNotes(
+            chat_template=plain_template("Pix2Struct", ""), one_picture=True, call=captioning.pix2struct
+        )
+    ),
+    "pp_formulanet": FamilyNotes(
+        processor=ProcessorNotes(
+            chat_template=plain_template("PP-FormulaNet", ""), one_picture=True, call=captioning.formula
+        )
+    ),
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),
     "qwen3_5": FamilyNotes(),
@@ -128,9 +196,18 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "unlimited_ocr": FamilyNotes(
         encode=unlimited_ocr.encode, processor=ProcessorNotes(listed_inputs=unlimited_ocr.LISTS)
     ),
+    "udop": FamilyNotes(refused="its processor needs the words of the document and their places, which OCR must read"),
     "video_llama_3": FamilyNotes(encode=video_llama_3.encode),
     "video_llava": FamilyNotes(collate=frames.concat_frames),
     "vipllava": FamilyNotes(),
+    "vision-encoder-decoder": FamilyNotes(
+        processor=ProcessorNotes(
+            chat_template=plain_template("The model", ""),
+            commands=captioning.COMMANDS,
+            one_picture=True,
+            call=captioning.vision_encoder_decoder,
+        )
+    ),
 }
 """By `config.model_type`, in alphabetical order: the families whose parity with merged weights the tests prove."""
 

@@ -67,6 +67,9 @@ def get_features(inner: Any, kind: MediaKind, batch: Mapping[str, Tensor]) -> An
     return run(**batch, return_dict=True)
 
 
+CallProcessor = Callable[..., Mapping[str, Any]]
+"""(the processor, its own call, the rendered text, pictures, further options of the call) -> the processor's output."""
+
 FEATURE_IDS = "feature_ids"
 
 
@@ -90,6 +93,12 @@ class ProcessorNotes:
     which are kept by item here).
     written_out: whether the chat template itself writes all tokens of the pictures, equally many for each.
     no_chat: why the processor takes no conversation: such a model is refused.
+    one_picture: whether a request has one picture at most, whose tokens (if it has any) the processor places itself.
+    call: how the processor is called, where it takes other arguments than a rendered text with placeholders and a
+    list of pictures.
+    item_inputs: what the processor returns beside a picture's own tensors that its encoder takes (the question).
+    media_mask: the processor's output that is 1 at media tokens, where no token id tells them.
+    stop_entries: entries of the text config with further ids that end an answer.
     """
 
     chat_template: str | None = None
@@ -102,6 +111,11 @@ class ProcessorNotes:
     plain_call: bool = False
     written_out: bool = False
     no_chat: str | None = None
+    one_picture: bool = False
+    call: CallProcessor | None = None
+    item_inputs: tuple[str, ...] = ()
+    media_mask: str | None = None
+    stop_entries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,9 @@ class FamilyNotes:
     text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
     not_adaptable: layer-name patterns (`re.search`) and what such layers are, for a refusal: those whose rows the
     routing cannot tell.
+    hosted: why the text model cannot run in ragged batches, where it is not told by what it is made of.
+    refused: why no model of the family is served; None: it is.
+    never_answered: ids of tokens that the model itself keeps from being answered, of a model's config.
     processor: see `ProcessorNotes`.
     """
 
@@ -139,4 +156,7 @@ class FamilyNotes:
     prepare_text: Callable[[Any], None] | None = None
     text_arguments: TextArguments | None = None
     not_adaptable: Mapping[str, str] = field(default_factory=dict)
+    never_answered: Callable[[Any], Sequence[int]] | None = None
+    hosted: str | None = None
+    refused: str | None = None
     processor: ProcessorNotes = ProcessorNotes()
