@@ -35,9 +35,10 @@ def test_rows_with_a_build_are_measured() -> None:
     for family in ALL_FAMILIES:
         level, tower, connector, language = (cell.strip() for cell in ROWS[family].split("|")[2:6])
         assert level.startswith(LEVELS), family
-        assert tower, family
-        assert connector, family
         assert language, family
+        if level == "mixed":
+            assert tower or "tower" in ALL_FAMILIES[family].lacks, family
+            assert connector or "connector" in ALL_FAMILIES[family].lacks, family
 
 
 @pytest.mark.full

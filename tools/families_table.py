@@ -3,11 +3,13 @@
 Rows of families with a tiny build (tests/families) are measured from it: what the engine finds when it makes itself
 ready for adapters. The others are told from transformers alone.
 
-    python -m tools.families_table            # writes docs/families.md
+    python -m tools.families_table             # writes docs/families.md
+    python -m tools.families_table blip-2 git  # only these rows, and those of families without a build
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -66,14 +68,21 @@ class Row:
         return "| " + " | ".join(vars(self).values()) + " |"
 
 
-def main() -> None:
+def main(families: Sequence[str]) -> None:
+    """families: those to measure; the others keep their rows. None: all."""
     torch.set_num_threads(1)
-    TABLE.write_text(HEAD + "".join(f"{row.line()}\n" for row in rows()), encoding="utf-8")
+    TABLE.write_text(HEAD + "".join(f"{line}\n" for line in lines(families)), encoding="utf-8")
 
 
-def rows() -> Iterable[Row]:
+def lines(families: Sequence[str]) -> Iterable[str]:
+    known = {line.split("|")[1].strip(): line for line in TABLE.read_text(encoding="utf-8").splitlines() if "|" in line}
     for family in sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *ALL_FAMILIES}):
-        yield measured(family) if family in ALL_FAMILIES else told(family)
+        if family not in ALL_FAMILIES:
+            yield told(family).line()
+        elif not families or family in families or family not in known:
+            yield measured(family).line()
+        else:
+            yield known[family]
 
 
 def told(family: str) -> Row:
@@ -81,6 +90,8 @@ def told(family: str) -> Row:
     if (reason := notes_for(family).processor.no_chat) is not None:
         return Row(family, f"refused: {reason}")
     model_class = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[family])
+    if (reason := notes_for(family).refused) is not None:
+        return Row(family, f"refused: {reason}")
     if not model_class.can_generate():
         return Row(family, "refused: does not generate text")
     if getattr(model_class.config_class, "is_encoder_decoder", False):
@@ -89,8 +100,9 @@ def told(family: str) -> Row:
 
 
 def measured(family: str) -> Row:
+    config = EngineConfig(max_model_len=ALL_FAMILIES[family].max_model_len)
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(load_model(build_checkpoint(family, folder), EngineConfig()), EngineConfig())
+        engine = Engine(load_model(build_checkpoint(family, folder), config), config)
         engine.prepare_for_adapters()
         row = _row(family, engine)
         engine.close()
@@ -107,7 +119,7 @@ def _row(family: str, engine: Engine) -> Row:
         tower,
         connector,
         language,
-        video="yes" if found.takes_videos else "as frames",
+        video="yes" if found.takes_videos else "no" if engine.loaded.processing.notes.one_picture else "as frames",
         no_effect=_counted(found.no_effect[::-1]),
         refused=_counted(sorted(found.refused)),
     )
@@ -124,4 +136,4 @@ def _counted(names: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tests.families.recipes import vocab_size
-from tests.families.tokenizers_and_templates import train
+from tests.families.tokenizers_and_templates import train_bpe
 
 SIDE = 28
 PATCH = 7
@@ -32,7 +32,7 @@ def kosmos_tokenizer(added: Sequence[str], named: Mapping[str, str] | None = Non
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    vocab, merges = train(backend, sorted(pre_tokenizers.ByteLevel.alphabet()))
+    vocab, merges = train_bpe(backend, sorted(pre_tokenizers.ByteLevel.alphabet()))
     ordered = (*FIRST_TOKENS, *sorted(vocab, key=vocab.__getitem__))
     backend.model = models.BPE(vocab={token: index for index, token in enumerate(ordered)}, merges=merges)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in FIRST_TOKENS])
