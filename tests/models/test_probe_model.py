@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from polylens.config import EngineConfig
 from polylens.core import Component, LayerKind
 from polylens.disk_cache import default_cache_dir
 from polylens.models import probe_model
+from polylens.models.encoder import encode
 from polylens.models.loading import LoadedModel, load_model, prepare_model
-from polylens.models.probe import CONTRAST_FACTOR, ProbeResult
+from polylens.models.probe import CONTRAST_FACTOR, ProbeResult, probe_row_rules
 from polylens.models.probe_cache import ProbeCache
-from polylens.models.probe_copy import copy_for_probe, encoder_layers, rule_of_block
+from polylens.models.probe_copy import copy_for_probe, encoder_layers, probe_layers, rule_of_block
 from polylens.models.probe_items import synthetic_items
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import ItemSize, RowRule
@@ -99,11 +99,16 @@ def test_synthetic_items_are_unequal(family: str, loaded_of: LoadedOf) -> None:
 @pytest.mark.parametrize(
     ("family", "wrong"), [("qwen2_5_vl", RowRule.TILES), ("llava", RowRule.IMAGES), ("gemma3", RowRule.IMAGES)]
 )
-def test_a_wrong_declaration_is_rejected(family: str, wrong: RowRule, loaded_of: LoadedOf, tmp_path: Path) -> None:
+def test_a_wrong_rule_is_rejected(family: str, wrong: RowRule, loaded_of: LoadedOf) -> None:
     loaded = loaded_of(family)
-    connector = r"merger\.mlp\.0|multi_modal_projector"
-    planted = replace(loaded, notes=replace(loaded.notes, declared_rules={connector: wrong}))
-    result = find_row_rules(planted, cache_dir=tmp_path)
+    probed = copy_for_probe(loaded.model, loaded.layers)
+    inner = probed.model.base_model
+    result = probe_row_rules(
+        lambda items: encode(inner, items, dtype=torch.float32, notes=loaded.notes),
+        synthetic_items(loaded.processing),
+        probe_layers(probed.model, probed.layers),
+        declared={r"merger\.mlp\.0|multi_modal_projector": wrong},
+    )
     assert not result.mixed
     unproven = result.layers_with(RowRule.UNPROVEN)
     assert unproven

@@ -70,7 +70,6 @@ def _facts(loaded: LoadedModel, max_parameters: int) -> Mapping[str, Any]:
         "attention": tower.config._attn_implementation,
         "dtype": str(loaded.dtype),
         "processors": {name: processor_settings(loaded, name) for name in ("image_processor", "video_processor")},
-        "declared": dict(loaded.notes.declared_rules),
         "max_parameters": max_parameters,
     }
 
@@ -119,6 +118,5 @@ def _probe(loaded: LoadedModel, max_parameters: int) -> ProbeResult:
         lambda items: encode(inner, items, dtype=torch.float32, notes=loaded.notes),
         synthetic_items(loaded.processing),
         probe_layers(probed.model, probed.layers),
-        declared={pattern: RowRule(rule) for pattern, rule in loaded.notes.declared_rules.items()},
     )
     return carry_over(encoder_layers(loaded.layers), result, loaded.model, probed)

@@ -123,8 +123,6 @@ class FamilyNotes:
     """Facts about one family (`config.model_type`).
 
     matmul_parameters: names of bare 2-D parameters (in, out) that act as linear layers, y = x W.
-    declared_rules: row rules by layer-name pattern, for layers the probe finds ambiguous; they are tested by the
-    probe just the same.
     two_way, two_way_in_windows_only: see `TwoWay`; the latter where only sliding-window layers look both ways.
     two_way_when: whether `two_way` holds for a text model's config.
     first_position: position of a prompt's first token, for families without `get_rope_index`.
@@ -143,7 +141,6 @@ class FamilyNotes:
     """
 
     matmul_parameters: tuple[str, ...] = ()
-    declared_rules: Mapping[str, str] = field(default_factory=dict)
     two_way: TwoWay = TwoWay.NONE
     two_way_in_windows_only: bool = False
     two_way_when: Callable[[Any], bool] = _always
