@@ -64,7 +64,7 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any] | PeftConfig]] = {
     "connector": lambda model: {"target_modules": ["q_proj"], "modules_to_save": _connector(model)},
     "norms": lambda model: {"target_modules": ["k_proj"], "modules_to_save": _plain_norms(model)},
     "tower saved": lambda model: {
-        "target_modules": r".*(language_model|merger|projector).*(q_proj|linear_1|mlp\.0)",
+        "target_modules": r".*(language_model|text_model\.layers|merger|projector).*(q_proj|linear_1|mlp\.0)",
         "modules_to_save": [tower_of(model)],
     },
     "head": lambda model: {"target_modules": ["v_proj", "lm_head"]},
@@ -106,7 +106,6 @@ MIXTURES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
         "rank_pattern": {"gate_up_proj": 5},
         "use_rslora": True,
     },
-    "router": lambda model: {"target_modules": ["o_proj"], "target_parameters": ["gate.weight"]},
     "experts saved": lambda model: {"target_modules": ["o_proj"], "modules_to_save": ["experts", "gate"]},
 }
 """Of families with experts."""

@@ -74,6 +74,19 @@ def _rename_tower(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def _transpose_experts(file: Path) -> None:
+    """Experts as published, (experts, in, out), which is how vLLM reads them; transformers 5.24 writes (…, out, in).
+
+    Done when transformers is through with the file.
+    """
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if name.endswith(experts) else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def _widen_text(config: Any) -> None:
     """Two heads of HEAD_DIM over one: the width stays apart from the heads' where the family has a head size."""
     text = config.get_text_config()
@@ -129,7 +142,7 @@ SPECIAL = (
 OF_FAMILY: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl": ("head norms",),
     "gemma3": ("head norms",),
-    "qwen3_vl_moe": ("head norms", "router", "experts", "experts saved"),
+    "qwen3_vl_moe": ("head norms", "experts", "experts saved"),
 }
 """Kinds that only some families have layers for."""
 
@@ -177,6 +190,8 @@ def prepare(family: str, folder: Path, *, short: bool = False) -> None:
         answers[path.name, "image", 0] = _answer(*given)
     if without:
         _check_that_it_matters(model, answers["base", "image", 0])
+    if family == "qwen3_vl_moe":
+        _transpose_experts(model / "model.safetensors")
     torch.save({"kinds": kinds, "answers": answers, "prompts": _prompts(model, kinds)}, folder / "answers.pt")
 
 

@@ -139,7 +139,7 @@ def rules_are_kept(inside: Inside) -> None:
 
     adapted, config = inside.runner.adapted, inside.runner.vllm_config.model_config
     base = read_base(config)
-    places = {n: p for n, p in place_layers(base, inside.runner.model).places.items() if n not in adapted.refused}
+    places = {n: p for n, p in place_layers(base, inside.runner.model).places.items() if n in adapted.rules}
     measured, rules.probe_row_rules = rules.probe_row_rules, probe
     try:
         kept = rules.find_encoder_rules(inside.runner.model, config, base.layers.specs, places, inside.runner.device)
@@ -297,7 +297,7 @@ def prompt_logprobs_of_changed_heads(inside: Inside) -> None:
             assert abs(ours - theirs) <= MAX_LOGPROB_ERROR, f"{name}: token {step} has {ours}, reference {theirs}"
 
 
-REFUSED: dict[str, tuple[str, ...]] = {}
+REFUSED: dict[str, tuple[str, ...]] = {"qwen3_vl_moe": ("experts", "experts_saved")}
 """Kinds of adapter, by family, that change what vLLM's modules take no change of."""
 
 

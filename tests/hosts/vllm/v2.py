@@ -39,6 +39,6 @@ CHECKS = (
 
 if __name__ == "__main__":
     inside.CHECKS = CHECKS
-    status = inside.main(Path(sys.argv[1]))
+    status = inside.main(Path(sys.argv[1]), short=False)
     sys.stdout.flush()
     os._exit(status)

@@ -25,8 +25,21 @@ if TYPE_CHECKING:
 class LoadsAdapters:
     """What the mixins of both runners share: vLLM's LoRA manager is ours."""
 
+    vllm_config: VllmConfig
+    lora_config: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's, which builds the base model as it does without LoRA: for its own LoRA it takes other kernels (for
+        experts, ones that its CPU build does not have)."""
+        self.vllm_config.lora_config = None
+        try:
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.vllm_config.lora_config = self.lora_config
+
     def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
         """Called by vLLM when the base model is loaded."""
+        vllm_config.lora_config = self.lora_config
         base = read_base(vllm_config.model_config)
         self.adapted = AdaptedModel(model, base, vllm_config.model_config, device)
         self.lora_manager = AdapterManager(self.adapted, base, vllm_config, device)
@@ -77,6 +90,7 @@ def check_runner(runner: type) -> None:
     """Raise ModelLoadError if this runner class of vLLM's is not what the mixin was written for."""
     check_seam(runner, "load_lora_model", ("model", "vllm_config", "device"))
     check_seam(runner, "reset_lora_state", ())
+    check_seam(runner, "load_model", ("load_dummy_weights",))
     check_seam(runner, "_batch_mm_inputs_from_scheduler", ("scheduler_output",))
     check_seam(runner, "_execute_mm_encoder", ("scheduler_output",))
     check_seam(runner, "_dummy_run", ("num_tokens", "is_profile"))
