@@ -38,7 +38,6 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    inside.CHECKS = CHECKS
-    status = inside.main(Path(sys.argv[1]), short=False)
+    status = inside.main(Path(sys.argv[1]), CHECKS)
     sys.stdout.flush()
     os._exit(status)
