@@ -41,7 +41,7 @@ class AdapterRunnerV2Mixin(LoadsAdapters):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM makes what runs its encoder after the model is loaded."""
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        super().load_model(*args, **kwargs)
         found = getattr(self.model_state, "encoder_runner", None)  # type: ignore[attr-defined]
         if found is not None:
             adapt_encoder_runner(found, self)
