@@ -18,6 +18,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from tests.families.apertus1p5 import apertus1p5, apertus1p5_processor, apertus1p5_tokenizer
 from tests.families.captioning import CAPTIONING
 from tests.families.host_templates import MLLAMA_TEMPLATE, florence2_tokenizer, mllama_tokenizer
 from tests.families.recipes import HIDDEN, Family, text_config
@@ -103,6 +104,9 @@ def _florence2_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
 
 
 HOSTED: Mapping[str, Family] = {
+    "apertus1p5": Family(
+        apertus1p5_tokenizer, apertus1p5_processor, apertus1p5, ("<|im_end|>",), lacks=("tower", "connector")
+    ),
     "florence2": Family(florence2_tokenizer, _florence2_processor, _florence2, ("</s>",)),
     "mllama": Family(mllama_tokenizer, _mllama_processor, _mllama, ("<|eot_id|>",)),
     **CAPTIONING,

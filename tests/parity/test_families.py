@@ -11,7 +11,7 @@ from tests.families.host import HOSTED
 from tests.parity.harness import Bench, more_questions, questions
 
 FURTHER = tuple(name for name in ALL_FAMILIES if name not in {*FAMILIES, *HOSTED})
-ALIASES = ("glmga", "cosmos3_omni")
+ALIASES = ("glmga", "cosmos3_omni", "minicpm_ocr")
 """Families of the same classes as others, or copies of them."""
 IN_CI = [pytest.param(name, marks=pytest.mark.full if name in ALIASES else ()) for name in FURTHER]
 

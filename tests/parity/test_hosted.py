@@ -12,13 +12,13 @@ from polylens import LLM, ChatRequest, SamplingParams, TextRequest
 from polylens.core import Constraint, FinishReason
 from polylens.engine.stats import collect
 from polylens.errors import RequestError
-from tests.families.host import HOSTED
 from tests.families.media import picture, user
 from tests.parity.harness import ADAPTERS, BASE, Bench, Case, greedy
 
 QUESTIONS = {
     "mllama": ("picture", "wide", "two", "video", "text", "turns"),
     "florence2": ("picture", "wide", "text", "task", "place"),
+    "apertus1p5": ("picture", "two", "text"),
     "blip": ("picture", "wide"),
     "git": ("picture", "wide", "text"),
     "idefics": ("picture", "two", "text", "turns"),
@@ -39,7 +39,7 @@ FLORENCE_TASKS = {
 }
 
 
-@pytest.fixture(params=sorted(HOSTED))
+@pytest.fixture(params=sorted(QUESTIONS))
 def bench(request: pytest.FixtureRequest, bench_of: Callable[[str], Bench]) -> Bench:
     bench = bench_of(request.param)
     bench.questions.update(FLORENCE_TASKS | OTHERS)

@@ -27,8 +27,8 @@ _CONNECTOR_IN_TOWER = re.compile(
 )
 _SECOND_TOWER = re.compile(r"(?:^|\.)(?:video_tower|high_res_vision_(?:model|neck|proj))\.")
 """Towers that transformers does not name as the encoder: Video-LLaVA's of videos, DeepSeek-VL's of large pictures."""
-_TOWERS_ELSEWHERE = ("vqmodel", "image_encoder")
-"""Encoders of pictures by names that transformers' `get_encoder` does not look for (Chameleon, Emu 3; GIT)."""
+_TOWERS_ELSEWHERE = ("vqmodel", "image_encoder", "vision_tokenizer")
+"""Encoders of pictures by names that transformers' `get_encoder` does not look for (Chameleon, Emu 3; GIT; Apertus)."""
 
 
 _OWNED = (LayerKind.EXPERTS, LayerKind.SHARED)

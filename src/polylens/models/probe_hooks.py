@@ -147,8 +147,8 @@ def _is_row_norm(layer: ProbeLayer, x: Any, y: Any) -> bool:
     if not tensors or x.shape != y.shape or x.shape[-1] != layer.spec.in_features:
         return False
     try:
-        rows = layer.module.forward(x.reshape(-1, x.shape[-1]))
-    except (RuntimeError, IndexError, ValueError):  # it wants another number of dimensions
+        rows = layer.module.forward(x.reshape(-1, x.shape[-1]).clone())
+    except (RuntimeError, IndexError, ValueError, TypeError):  # it wants another number of dimensions
         return False
     return bool(torch.allclose(rows.view(y.shape), y, rtol=1e-4, atol=1e-5))
 
