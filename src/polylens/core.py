@@ -51,6 +51,8 @@ class LayerKind(StrEnum):
     """The token embedding (in_features: the vocabulary); rows are token ids."""
     EXPERTS = "experts"
     """One bare 3-D `nn.Parameter` (experts, out, in) of a mixture: rows are tokens, each seen by its own experts."""
+    EXPERTS_IN_FIRST = "experts_in_first"
+    """The same, stored (experts, in, out) and used as y = x W (Aria, Llama 4)."""
     ROUTER = "router"
     """What chooses a token's experts: a weight (experts, width) in a module that is no plain `nn.Linear`."""
 
@@ -61,7 +63,10 @@ class LayerKind(StrEnum):
 FACTOR_KINDS = frozenset(LayerKind) - {LayerKind.NORM, LayerKind.HEAD_NORM, LayerKind.SHARED}
 """Kinds of layer that take factors A and B; others can only be replaced."""
 
-BARE_KINDS = frozenset({LayerKind.MATMUL, LayerKind.EXPERTS, LayerKind.SHARED})
+EXPERT_KINDS = frozenset({LayerKind.EXPERTS, LayerKind.EXPERTS_IN_FIRST})
+"""Kinds of layer that hold one weight for each expert."""
+
+BARE_KINDS = frozenset({LayerKind.MATMUL, LayerKind.SHARED}) | EXPERT_KINDS
 """Kinds of layer that are a parameter of a module themselves."""
 
 
@@ -70,7 +75,7 @@ class LayerSpec:
     """One adaptable layer of the loaded model.
 
     `name` is the module path, as in `model.named_modules()` (for `BARE_KINDS`: path of the parameter).
-    num_experts: of EXPERTS, whose features are those of one expert.
+    num_experts: of EXPERT_KINDS, whose features are those of one expert.
     """
 
     name: str
@@ -90,6 +95,7 @@ class ModelLayers:
     `other_modules` are module paths that exist but cannot take a delta: used to say *why* a tensor does not fit.
     `parameters` are the base model's own tensors by name (on the meta device where only a config was read):
     what DoRA's norms and new biases are computed against. `source`: where the model was loaded from, if known.
+    `more_tokens`: whether an adapter may bring embeddings and head of more tokens than the model has.
     """
 
     specs: Mapping[str, LayerSpec]
@@ -100,13 +106,14 @@ class ModelLayers:
     other_modules: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: str = ""
+    more_tokens: bool = False
 
 
 @dataclass(frozen=True)
 class Delta:
     """What one adapter adds to one layer: `y += scaling * (x Aᵀ) Bᵀ`.
 
-    a: (rank, in_features), b: (out_features, rank), both contiguous, in the engine's dtype and device; for EXPERTS
+    a: (rank, in_features), b: (out_features, rank), both contiguous, in the engine's dtype and device; for EXPERT_KINDS
     with one dimension more in front, the expert's index.
     """
 
@@ -145,7 +152,8 @@ class ScaledDelta(Delta):
 class Replacement:
     """Parameters of one layer that take the place of the base model's, on the adapter's rows (`modules_to_save`).
 
-    weight: as the base layer's own, None to keep that; bias likewise.
+    weight: as the base layer's own, None to keep that; bias likewise. Of the token embedding and the head, weight may
+    have more rows, for tokens that the base model does not have.
     """
 
     layer: str
@@ -235,6 +243,8 @@ class Adapter:
     """The `models.processing.Processing` of its requests where its folder brings one; None: the base model's."""
     processing_digest: str = ""
     """Hash of the files that `processing` was made of; "" where it is the base model's."""
+    num_more_tokens: int = 0
+    """Tokens beyond the base model's vocabulary, of which it brings embeddings and logits."""
 
     @property
     def content(self) -> tuple[Digests, str]:

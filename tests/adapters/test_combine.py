@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForImageTextToText
 
 from polylens import LLM
@@ -15,6 +17,7 @@ from polylens.adapters import Combination, load_adapter, merge_into
 from polylens.errors import AdapterFormatError, AdapterUnsupportedError, UnknownAdapterError
 from polylens.models.components import model_layers
 from tests.adapters.fake_layers import CONNECTOR, LANGUAGE, TOWER, factors, fake_layers, write_adapter
+from tests.adapters.test_peft_configs import BASE, LAYERS, randomise
 from tests.families.adapters import make_adapter
 from tests.families.special import make_special
 
@@ -41,6 +44,52 @@ def test_equals_peft(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     expected = peft.merge_and_unload().state_dict()
     for name in state:
         torch.testing.assert_close(state[name], expected[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def saved(folder: Path, seed: int, **options: Any) -> Path:
+    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "patch", "lm_head"], **options}
+    adapted = get_peft_model(copy.deepcopy(BASE), LoraConfig(**options))
+    randomise(adapted, seed)
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+def test_layers_that_are_not_linear_equal_pefts(tmp_path: Path) -> None:
+    """A patch embedding, the token embedding and the head; ranks and scalings by pattern."""
+    targets = ["q_proj", "patch", "embed_tokens", "lm_head"]
+    one = saved(tmp_path / "a", 1, target_modules=targets, rank_pattern={"layers.1.q_proj": 4})
+    two = saved(tmp_path / "b", 2, target_modules=targets, use_rslora=True, alpha_pattern={"patch": 9})
+    adapter, _ = load_adapter(
+        Combination.of({one: 0.7, two: -0.3}), LAYERS, name="mix", dtype=torch.float32, device="cpu"
+    )
+    state = dict(BASE.state_dict())
+    merge_into(state, adapter.deltas.values(), LAYERS)
+    peft = PeftModel.from_pretrained(copy.deepcopy(BASE), str(one), adapter_name="a")
+    peft.load_adapter(str(two), "b")
+    peft.add_weighted_adapter(["a", "b"], [0.7, -0.3], "mix", combination_type="cat")
+    peft.set_adapter("mix")
+    expected = peft.merge_and_unload().state_dict()
+    for name in state:
+        torch.testing.assert_close(state[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"modules_to_save": ["norm"]},
+        {"trainable_token_indices": [1]},
+    ],
+    ids=str,
+)
+def test_more_than_factors_has_no_sum(options: dict[str, Any], tmp_path: Path) -> None:
+    plain, other = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, **options)
+    with pytest.raises(AdapterUnsupportedError, match="which cannot be summed") as caught:
+        load_adapter(Combination.of({plain: 1, other: 1}), LAYERS, name="a", dtype=torch.float32, device="cpu")
+    assert caught.value.option == "combination"
 
 
 def test_in_an_engine(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

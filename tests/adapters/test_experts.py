@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.aria.configuration_aria import AriaTextConfig
+from transformers.models.aria.modeling_aria import AriaTextMoELayer
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
@@ -26,7 +32,7 @@ from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
 from polylens.lora.layers import wrap_layers
 from polylens.lora.routing import segments
-from polylens.models.components import EXPERT_PARAMETERS, are_experts, is_router, renamer
+from polylens.models.components import EXPERT_PARAMETERS, experts_kind, is_router, renamer
 from tests.adapters.fake_layers import config as written_config
 from tests.adapters.fake_layers import write_adapter
 
@@ -34,24 +40,59 @@ EXPERTS, WIDTH, INNER, CHOSEN = 5, 12, 8, 2
 
 
 class Mixture(nn.Module):
-    """Qwen3-VL-MoE's own block, with a linear layer before it."""
+    """A linear layer, and a family's own block after it."""
 
-    def __init__(self, implementation: str = "grouped_mm") -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        config = Qwen3VLMoeTextConfig(
-            hidden_size=WIDTH, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=CHOSEN
-        )
-        config._experts_implementation = implementation
         self.q_proj = nn.Linear(WIDTH, WIDTH)
-        self.mlp = Qwen3VLMoeTextSparseMoeBlock(config)
+        self.mlp = block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.q_proj(x))
+        y = self.mlp(self.q_proj(x))
+        return y[0].view_as(x) if isinstance(y, tuple) else y
 
 
-def mixture(implementation: str = "grouped_mm") -> Mixture:
+def qwen(implementation: str = "grouped_mm") -> nn.Module:
+    """Weights (experts, out, in)."""
+    config = Qwen3VLMoeTextConfig(
+        hidden_size=WIDTH, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=CHOSEN
+    )
+    config._experts_implementation = implementation
+    return Qwen3VLMoeTextSparseMoeBlock(config)
+
+
+def aria(implementation: str = "grouped_mm") -> nn.Module:
+    """Weights (experts, in, out), as the module says of itself."""
+    config = AriaTextConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_attention_heads=2,
+        moe_num_experts=EXPERTS,
+        moe_topk=CHOSEN,
+        moe_num_shared_experts=1,
+    )
+    config._experts_implementation = implementation
+    return AriaTextMoELayer(config)
+
+
+def llama4() -> nn.Module:
+    """Weights (experts, in, out), of which the module says nothing: PEFT takes their sides the other way round."""
+    config = Llama4TextConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_attention_heads=2,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+    )
+    return Llama4TextMoe(config)
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {"qwen": qwen, "aria": aria, "llama4": llama4}
+
+
+def mixture(block: nn.Module | None = None) -> Mixture:
     generator = torch.Generator().manual_seed(0)
-    model = Mixture(implementation).requires_grad_(False)
+    model = Mixture(qwen() if block is None else block).requires_grad_(False)
     for parameter in model.parameters():
         parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     return model
@@ -60,10 +101,11 @@ def mixture(implementation: str = "grouped_mm") -> Mixture:
 def layers_of(model: nn.Module, rename: Any = lambda path: path) -> ModelLayers:
     specs = []
     for name, module in model.named_modules():
-        if are_experts(module):
+        if kind := experts_kind(module):
             for parameter in EXPERT_PARAMETERS:
                 num, out, inputs = module.get_parameter(parameter).shape
-                specs.append(spec_of(f"{name}.{parameter}", LayerKind.EXPERTS, inputs, out, num))
+                sides = (inputs, out) if kind is LayerKind.EXPERTS else (out, inputs)
+                specs.append(spec_of(f"{name}.{parameter}", kind, *sides, num))
         elif is_router(module):
             out, inputs = module.get_parameter("weight").shape
             specs.append(spec_of(name, LayerKind.ROUTER, inputs, out))
@@ -93,11 +135,12 @@ def merged(model: nn.Module, folder: Path) -> nn.Module:
     return PeftModel.from_pretrained(copy.deepcopy(model), str(folder)).merge_and_unload()
 
 
-def load(folder: Path, layers: ModelLayers) -> Adapter:
-    return load_adapter(folder, layers, name="a", dtype=torch.float32, device="cpu")[0]
+def load(folder: Path, layers: ModelLayers, dtype: torch.dtype = torch.float32) -> Adapter:
+    return load_adapter(folder, layers, name="a", dtype=dtype, device="cpu")[0]
 
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ROUTER = {"qwen": "gate", "aria": "router", "llama4": "router"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "both": {"target_modules": [], "target_parameters": BOTH, "r": 3},
     "both and more": {
@@ -115,9 +158,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_family(options: dict[str, Any], family: str) -> dict[str, Any]:
+    """`options` with the family's own name of its router."""
+    text = (
+        json.dumps(options).replace("gate.weight", f"{ROUTER[family]}.weight").replace('"gate"', f'"{ROUTER[family]}"')
+    )
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("family", BLOCKS)
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
-def test_merged_weights_equal_pefts(options: dict[str, Any], tmp_path: Path) -> None:
-    model = mixture()
+def test_merged_weights_equal_pefts(options: dict[str, Any], family: str, tmp_path: Path) -> None:
+    model = mixture(BLOCKS[family]())
+    options = of_family(options, family)
     adapter = load(saved(tmp_path, model, **options), layers := layers_of(model))
     state = dict(model.state_dict())
     merge_into(state, adapter.deltas.values(), layers)
@@ -131,6 +184,7 @@ def test_merged_weights_equal_pefts(options: dict[str, Any], tmp_path: Path) -> 
     max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
 @given(
+    st.sampled_from(list(BLOCKS)),
     st.lists(st.sampled_from([*BOTH, "mlp.gate.weight"]), min_size=1, unique=True),
     st.sampled_from([[], ["q_proj"]]),
     st.integers(1, 4),
@@ -142,6 +196,7 @@ def test_merged_weights_equal_pefts(options: dict[str, Any], tmp_path: Path) -> 
 )
 def test_any_config_on_experts(
     tmp_path_factory: pytest.TempPathFactory,
+    family: str,
     parameters: list[str],
     modules: list[str],
     rank: int,
@@ -160,20 +215,32 @@ def test_any_config_on_experts(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        test_merged_weights_equal_pefts(options, tmp_path_factory.mktemp("experts"))
+        test_merged_weights_equal_pefts(options, family, tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.parametrize("mode", ["factored", "fused"])
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_mixed_tokens_equal_merged_models(implementation: str, mode: ApplyMode, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "implementation", "dtype"),
+    [
+        ("qwen", "eager", torch.float32),
+        ("qwen", "grouped_mm", torch.float32),
+        ("aria", "eager", torch.float64),
+        ("llama4", None, torch.float64),
+    ],
+)
+def test_mixed_tokens_equal_merged_models(
+    family: str, implementation: str | None, dtype: torch.dtype, mode: ApplyMode, tmp_path: Path
+) -> None:
     """Tokens of all adapters and of none in one call, and each adapter alone, are what PEFT's merged models give."""
-    model = mixture(implementation)
-    layers = layers_of(model)
-    folders = [saved(tmp_path / str(index), model, index, **options) for index, options in enumerate(CONFIGS.values())]
-    adapters = [None, *(load(folder, layers) for folder in folders), None]
+    block = BLOCKS[family]
+    model = mixture(block() if implementation is None else block(implementation))  # type: ignore[call-arg]
+    configs = [of_family(options, family) for options in CONFIGS.values()]
+    folders = [saved(tmp_path / str(index), model, index, **options) for index, options in enumerate(configs)]
+    layers = layers_of(model.to(dtype))
+    adapters = [None, *(load(folder, layers, dtype) for folder in folders), None]
     references = [model, *(merged(model, folder) for folder in folders), model]
     counts = [3, 7, 1, 4, 2, 5, 6, 2]
-    x = torch.randn(1, sum(counts), WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, sum(counts), WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = [one(part) for one, part in zip(references, x.split(counts, dim=1), strict=True)]
     alone = [one(x) for one in references]
     base = model(x)

@@ -308,6 +308,53 @@ def test_modules_that_take_no_delta(tmp_path: Path) -> None:
     mismatch(tmp_path, factors(EMBEDDING), "factors of no embedding")
 
 
+def test_the_models_own_values_of_what_takes_no_delta_change_nothing(tmp_path: Path) -> None:
+    """A module saved as a whole may hold parameters that were never trained."""
+    own, name = torch.randn(5, IN), f"base_model.model.{POSITIONS}.weight"
+    layers = fake_layers()
+    layers = dataclasses.replace(layers, parameters={**layers.parameters, f"{POSITIONS}.weight": own})
+    _, report = load(tmp_path / "own", {**factors(LANGUAGE), name: own}, layers)
+    assert (report.num_copies, report.num_tensors) == (1, 3)
+    with pytest.raises(AdapterUnsupportedError, match="takes no delta"):
+        load(tmp_path / "other", {**factors(LANGUAGE), name: own + 1}, layers)
+
+
+HEAD_WEIGHT, EMBEDDING_WEIGHT = "base_model.model.lm_head.weight", f"base_model.model.{EMBEDDING}.weight"
+
+
+def vocabulary(num_tokens: int) -> dict[str, torch.Tensor]:
+    return {HEAD_WEIGHT: torch.randn(num_tokens, IN), EMBEDDING_WEIGHT: torch.randn(num_tokens, IN)}
+
+
+def with_head_of_all_tokens() -> ModelLayers:
+    """The made-up model with a head that has a row for every row of its embedding."""
+    layers = fake_layers()
+    specs = {**layers.specs, "lm_head": dataclasses.replace(layers.specs["lm_head"], out_features=VOCABULARY)}
+    parameters = {**layers.parameters, "lm_head.weight": torch.randn(VOCABULARY, IN)}
+    return dataclasses.replace(layers, specs=specs, parameters=parameters, more_tokens=True)
+
+
+def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    layers = with_head_of_all_tokens()
+    adapter, _ = load(tmp_path / "more", vocabulary(VOCABULARY + 3), layers)
+    assert adapter.num_more_tokens == 3
+    assert load(tmp_path / "same", vocabulary(VOCABULARY), layers)[0].num_more_tokens == 0
+    closed = dataclasses.replace(layers, more_tokens=False)
+    mismatch(tmp_path / "closed", vocabulary(VOCABULARY + 3), "14 tokens", "has 11", layers=closed)
+    mismatch(tmp_path / "fewer", vocabulary(VOCABULARY - 1), "10 tokens", "has 11", layers=layers)
+    wider = {name: torch.randn(VOCABULARY + 3, IN + 1) for name in vocabulary(1)}
+    mismatch(tmp_path / "wider", wider, "has shape (14, 7)", layers=layers)
+
+
+@pytest.mark.parametrize("missing", [HEAD_WEIGHT, EMBEDDING_WEIGHT])
+def test_tokens_of_the_embedding_or_of_the_head_alone(missing: str, tmp_path: Path) -> None:
+    tensors = vocabulary(VOCABULARY + 3)
+    del tensors[missing]
+    mismatch(tmp_path / "half", tensors, "for 11", "for 14", layers=with_head_of_all_tokens())
+    tensors[missing] = torch.randn(VOCABULARY + 2, IN)
+    mismatch(tmp_path / "two", tensors, "for 13", "for 14", layers=with_head_of_all_tokens())
+
+
 def test_factors_of_a_patch_embedding(tmp_path: Path) -> None:
     key = f"base_model.model.{CONVOLUTION}.lora"
     a, b = torch.randn(2, *PATCH), torch.randn(OUT, 2, 1, 1, 1)

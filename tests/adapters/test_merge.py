@@ -15,7 +15,7 @@ def delta(layer: str) -> Delta:
     return Delta(layer, torch.randn(2, IN), torch.randn(OUT, 2), 0.5)
 
 
-IN_FIRST = (LayerKind.MATMUL, LayerKind.EMBEDDING)
+IN_FIRST = (LayerKind.MATMUL, LayerKind.EMBEDDING, LayerKind.EXPERTS_IN_FIRST)
 
 
 @pytest.mark.parametrize("kind", sorted(FACTOR_KINDS))

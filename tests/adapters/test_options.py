@@ -45,7 +45,10 @@ def test_what_peft_writes_by_default_is_taken(tmp_path: Path) -> None:
         ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_4"),
         ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "an_init_of_the_future"),
         ("peft_type", "IA3"),
         ("an_option_of_the_future", "on"),
         ("an_option_of_the_future", 0),
@@ -62,7 +65,7 @@ def test_unknown_options_at_neutral_values_are_taken(value: Any) -> None:
     check_refusals(config(an_option_of_the_future=value, use_dora=value, bias=value, modules_to_save=value))
 
 
-@pytest.mark.parametrize("value", [True, False, "gaussian", "eva", "orthogonal"])
+@pytest.mark.parametrize("value", [True, False, "gaussian", "eva", "mica", "orthogonal"])
 def test_inits_that_keep_the_base_weights(value: Any) -> None:
     check_refusals(config(init_lora_weights=value))
 

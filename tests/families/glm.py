@@ -110,7 +110,6 @@ def _family(processor: tuple[type, type, type], config: type, model: type, **tex
         _model(config, model, **text),
         ("<|user|>", "<|endoftext|>"),
         takes_videos=True,
-        mixes_kinds=False,
     )
 
 

@@ -18,7 +18,9 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from tests.families.glm import GLM
 from tests.families.plain_calls import PLAIN_CALLS
 from tests.families.tiled_templates import plain_inputs
 
@@ -79,6 +81,8 @@ def generated(
     """transformers' greedy `generate`: the new token ids, and the raw logits (tokens, vocab) float32 of each."""
     if model.config.model_type == "llama4":
         model, inputs = _llama4_parts(model, inputs)
+    if model.config.model_type in GLM and {"pixel_values", "pixel_values_videos"} <= inputs.keys():
+        inputs = _glm_features(model, inputs)
     with torch.inference_mode(), _stop_tokens(model, ignored=ignore_eos), _pictures_alone(model):
         out = model.generate(
             **inputs,
@@ -101,6 +105,20 @@ def _llama4_parts(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, 
         features = model.multi_modal_projector(states.flatten(0, 1))
         embeddings = embeddings.masked_scatter((ids == model.config.image_token_id)[..., None], features)
     return model.language_model, {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
+
+
+@torch.inference_mode()
+def _glm_features(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Pictures and videos in one prompt have one token, and the model's forward gives all its places to either: the
+    features by the kinds that the processor tells, in the order of their places."""
+    kinds_t = inputs["mm_token_type_ids"][0]
+    pictures = model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+    videos = model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"]).pooler_output
+    rows_td = torch.empty(len(kinds_t), pictures[0].shape[-1], dtype=pictures[0].dtype)
+    rows_td[kinds_t == 1], rows_td[kinds_t == 2] = torch.cat(list(pictures)), torch.cat(list(videos))
+    features = BaseModelOutputWithPooling(pooler_output=[rows_td[kinds_t > 0]])
+    others = {name: value for name, value in inputs.items() if not name.startswith("pixel_values")}
+    return {**others, "mm_encoder_outputs": {"image": features}}
 
 
 @contextmanager

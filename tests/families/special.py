@@ -91,7 +91,19 @@ SPECIAL: dict[str, Callable[[PreTrainedModel], dict[str, Any] | PeftConfig]] = {
 }
 """Kinds of adapter by name: a model to the options of its `LoraConfig`, or to another method's config."""
 
-EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+def _experts(model: PreTrainedModel) -> list[str]:
+    """The modules whose weights are those of all experts."""
+    return _modules(model, "Experts")
+
+
+def _expert_parameters(model: PreTrainedModel) -> list[str]:
+    return [f"{name}.{parameter}" for name in _experts(model) for parameter in ("gate_up_proj", "down_proj")]
+
+
+def _routers(model: PreTrainedModel) -> list[str]:
+    return _modules(model, "Router")
+
 
 INNER_NORMS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "head norms": lambda model: {"target_modules": ["k_proj"], "modules_to_save": ["q_norm", "k_norm"]},
@@ -99,16 +111,23 @@ INNER_NORMS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
 """Of families that norm queries and keys."""
 
 MIXTURES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
-    "experts": lambda model: {"target_modules": ["o_proj"], "target_parameters": EXPERT_PARAMETERS},
+    "experts": lambda model: {"target_modules": ["o_proj"], "target_parameters": _expert_parameters(model)},
     "experts and router": lambda model: {
         "target_modules": [],
-        "target_parameters": [*EXPERT_PARAMETERS, "gate.weight"],
+        "target_parameters": [*_expert_parameters(model), *(f"{name}.weight" for name in _routers(model))],
         "rank_pattern": {"gate_up_proj": 5},
         "use_rslora": True,
     },
-    "experts saved": lambda model: {"target_modules": ["o_proj"], "modules_to_save": ["experts", "gate"]},
+    "experts saved": lambda model: {
+        "target_modules": ["o_proj"],
+        "modules_to_save": [*_experts(model), *_routers(model)],
+    },
 }
 """Of families with experts."""
+
+MIXTURE_FAMILIES = ("qwen3_vl_moe", "ernie4_5_vl_moe", "llama4", "aria")
+"""Experts with outputs first; two sets of them, for tokens of one kind each; with inputs first, where every token goes
+to all, and where each goes to its own."""
 
 _ALL_KINDS = {**SPECIAL, **INNER_NORMS, **MIXTURES}
 
@@ -116,7 +135,7 @@ _ALL_KINDS = {**SPECIAL, **INNER_NORMS, **MIXTURES}
 def kinds_of(family: str) -> tuple[str, ...]:
     """The kinds that a family has layers for."""
     inner = INNER_NORMS if family in ("qwen3_vl", "qwen3_vl_moe", "gemma3") else {}
-    return (*SPECIAL, *inner, *(MIXTURES if family == "qwen3_vl_moe" else {}))
+    return (*SPECIAL, *inner, *(MIXTURES if family in MIXTURE_FAMILIES else {}))
 
 
 def make_special(checkpoint: str | Path, folder: str | Path, kind: str, *, rank: int = 3, seed: int = 0) -> Path:
@@ -125,17 +144,17 @@ def make_special(checkpoint: str | Path, folder: str | Path, kind: str, *, rank:
     options = _ALL_KINDS[kind](model)
     config = options if isinstance(options, PeftConfig) else LoraConfig(r=rank, lora_alpha=2 * rank, **options)
     adapted = get_peft_model(model, config)
-    _randomise(adapted, seed)
+    randomise_special(adapted, seed)
     adapted.save_pretrained(str(folder))
     return Path(folder)
 
 
 @torch.no_grad()
-def _randomise(adapted: PeftModel, seed: int) -> None:
+def randomise_special(adapted: PeftModel, seed: int) -> None:
     """Values near enough to the base model's that answers stay varied, far enough that they change."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(adapted.named_parameters()):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or name.endswith("e_score_correction_bias"):  # no gradient reaches that
             continue
         noise = torch.randn(parameter.shape, generator=generator)
         if ".lora_A." in name:

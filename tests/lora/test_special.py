@@ -27,6 +27,7 @@ from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel
 from polylens.lora.layers import wrap_layers
 from polylens.lora.routing import segments
+from polylens.models.row_rules import ItemSize, RowRule
 from tests.lora.toys import NO_DIGESTS, make_delta
 
 WIDTH, OUT, VOCABULARY = 6, 9, 11
@@ -165,6 +166,24 @@ def test_changes_survive_replacing_their_tensors() -> None:
         for change in changes:
             same = dataclasses.replace(change, **{name: x.clone() for name, x in change.tensors().items()})
             assert same.tensors().keys() == change.tensors().keys()
+
+
+def test_patches_of_one_strip_are_the_rows() -> None:
+    """A patch embedding called on all items' patches side by side, (1, 3, 2, 2 n), where its rule is by patches."""
+    model = nn.Module()
+    model.m = nn.Conv2d(3, OUT, 2, stride=2).double().requires_grad_(False)
+    spec = LayerSpec("m", Component.VISION_TOWER, LayerKind.CONV, 12, OUT)
+    owners = [None, adapter(scaled("m", 12)), adapter(Replacement("m", randn(OUT, 3, 2, 2)))]
+    sizes = [ItemSize(num_patches=count, num_tiles=1, num_tokens=1) for count in (3, 1, 4)]
+    x = randn(1, 3, 2, 16)
+    expected = [
+        merged(model, None if owner is None else owner.deltas["m"], LayerKind.CONV).m(part)
+        for owner, part in zip(owners, x.split([6, 2, 8], dim=-1), strict=True)
+    ]
+    ctx = RoutingContext()
+    wrap_layers(model, [spec], ctx, {"m": RowRule.PATCHES}, CostModel("auto"))
+    with ctx.encoder(sizes, owners):
+        torch.testing.assert_close(model.m(x), torch.cat(expected, dim=-1), atol=1e-5, rtol=1e-5)
 
 
 class Gated(nn.LayerNorm):

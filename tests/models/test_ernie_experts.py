@@ -1,22 +1,25 @@
-"""ERNIE 4.5 VL's two sets of experts: which tokens go where, and that adapters on them are refused with a reason."""
+"""ERNIE 4.5 VL's two sets of experts: which tokens go where. (Adapters on them: `test_special_adapters.py`.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from torch import nn
+from transformers import AutoConfig, AutoProcessor
+from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import Ernie4_5_VLMoeTextConfig
+from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeMoeBlock
 
-from polylens import LLM
-from polylens.errors import AdapterUnsupportedError
 from polylens.models.attention import SequenceRows
-from polylens.models.families.ernie4_5_vl_moe import text_arguments
+from polylens.models.families.ernie4_5_vl_moe import route_by_kind, text_arguments
 from polylens.models.text import TextStep
 
 FAMILY = "ernie4_5_vl_moe"
+
+Ranges = Sequence[tuple[int, int]]
 
 
 def test_vision_tokens_of_the_prompt_go_to_the_vision_experts(checkpoint: Callable[[str], Path]) -> None:
@@ -37,9 +40,32 @@ def test_vision_tokens_of_the_prompt_go_to_the_vision_experts(checkpoint: Callab
     assert types.bool().tolist() == [[False, *map(bool, expected), False, False]]
 
 
-def test_an_adapter_on_one_kinds_experts_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint(FAMILY), dtype=torch.float32)
-    experts = "model.language_model.layers.1.mlp.vision_moe.experts.down_proj"
-    get_peft_model(model, LoraConfig(r=2, target_parameters=[experts])).save_pretrained(tmp_path)
-    with LLM(checkpoint(FAMILY)) as llm, pytest.raises(AdapterUnsupportedError, match="tokens of one kind only"):
-        llm.load_adapter("experts", tmp_path)
+def test_experts_of_either_kind_find_their_rows() -> None:
+    """In a step with both kinds of token, and in one with text alone, which the experts of text see as it is."""
+    block = Ernie4_5_VLMoeMoeBlock(
+        Ernie4_5_VLMoeTextConfig(hidden_size=8, moe_num_experts=4, moe_k=2, moe_intermediate_size=[8, 8])
+    )
+    text = nn.Module()
+    text.block = block
+    text.forward = lambda x, moe_mm_token_type_ids=None, polylens_batch=None: block(x, moe_mm_token_type_ids)
+    seen: list[tuple[str, Ranges]] = []
+    for name, experts in (("text", block.text_moe), ("vision", block.vision_moe)):
+        experts.gate.register_forward_hook(lambda *_, name=name: seen.append((name, entered[-1])))
+    entered: list[Ranges] = [()]
+
+    @contextmanager
+    def only_rows(ranges: Ranges) -> Iterator[None]:
+        entered.append(ranges)
+        yield
+        entered.pop()
+
+    route_by_kind(text)
+    route_by_kind(text)  # once is enough
+    batch = SimpleNamespace(only_rows=only_rows)
+    x = torch.randn(1, 6, 8)
+    text(x, moe_mm_token_type_ids=torch.tensor([[0, 1, 1, 0, 0, 1]]), polylens_batch=batch)
+    assert seen == [("text", [(0, 1), (3, 5)]), ("vision", [(1, 3), (5, 6)])]
+    seen.clear()
+    text(x, moe_mm_token_type_ids=torch.zeros(1, 6).int(), polylens_batch=batch)
+    text(x, moe_mm_token_type_ids=torch.tensor([[0, 1, 1, 0, 0, 1]]))
+    assert seen == [("text", ()), ("text", ()), ("vision", ())]

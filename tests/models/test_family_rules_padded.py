@@ -20,7 +20,7 @@ from tests.models.test_probe_model import deepened
 GEMMA4 = {r"embed_vision": RowRule.PATCHES, "": RowRule.TILES}
 TILED = {"": RowRule.TILES}
 PIXTRAL = {r"patch_conv$": RowRule.IMAGES, "": RowRule.PATCHES}
-MINICPM = {r"patch_embedding": RowRule.UNPROVEN, r"^model\.merger": RowRule.PER_TILE}
+MINICPM = {r"^model\.merger": RowRule.PER_TILE}
 
 RULES: Mapping[str, Mapping[str, RowRule]] = {
     "gemma4": GEMMA4,
@@ -51,7 +51,6 @@ def test_layers_get_their_rules(family: str, checkpoint: Callable[[str], Path]) 
 
 @pytest.mark.parametrize("family", RULES)
 def test_adapters_are_mixed(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """Also beside a patch embedding of all pictures in one strip: adapters of it alone are refused."""
     with LLM(checkpoint(family)) as llm:
         assert llm.engine.vision.mixed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from polylens.engine.compare import compare
 from polylens.engine.merged import merge_ourselves, merge_with_peft
 from polylens.engine.verify import verify
 from polylens.models.loading import load_model
-from tests.families.build import FAMILIES, build_checkpoint
+from tests.families.build import ALL_FAMILIES, FAMILIES, build_checkpoint
 from tests.families.media import picture
 from tests.families.reference import reference_answer
-from tests.families.special import INNER_NORMS, MIXTURES, SPECIAL, kinds_of, make_special
+from tests.families.special import INNER_NORMS, MIXTURE_FAMILIES, MIXTURES, SPECIAL, kinds_of, make_special
 from tests.parity.harness import BASE, Bench, Case, assert_equal, greedy, reference_completion
-from tests.parity.test_bfloat16 import MAX_ERROR_RATIO, num_comparable
+from tests.parity.test_bfloat16 import MAX_ERROR_RATIO, num_comparable, typical
 
 QUESTIONS = ("picture", "two", "text")
 PLAIN = "all"
@@ -34,6 +34,15 @@ CI_FAMILIES = ("qwen2_vl", "gemma3")
 MIXTURE = "qwen3_vl_moe"
 MIXTURE_KINDS = (*MIXTURES, *INNER_NORMS, "dora")
 """Of the family with experts, those kinds that other families do not test."""
+OTHER_MIXTURES = [name for name in MIXTURE_FAMILIES if name != MIXTURE and name in ALL_FAMILIES]
+STRIP = "minicpmv4_6"
+"""Of whose patch embedding the patches of all pictures are one input."""
+KINDS = {
+    MIXTURE: MIXTURE_KINDS,
+    STRIP: ("convolution", "convolution dora"),
+    **dict.fromkeys(OTHER_MIXTURES, tuple(MIXTURES)),
+}
+"""Of families whose other layers the others test."""
 
 
 class SpecialBench:
@@ -89,7 +98,7 @@ def special_of(bench_of: Callable[[str], Bench], tmp_path_factory: pytest.TempPa
 
     def special(family: str) -> SpecialBench:
         if family not in made:
-            kinds = MIXTURE_KINDS if family == MIXTURE else kinds_of(family)
+            kinds = KINDS.get(family) or kinds_of(family)
             made[family] = SpecialBench(bench_of(family), tmp_path_factory.mktemp(f"special-{family}"), kinds)
         return made[family]
 
@@ -103,6 +112,19 @@ def test_mixed_batch(family: str, mode: str, special_of: Callable[[str], Special
     special.check_all_differ()
     with special.llm(apply_mode=mode) as llm:
         special.check(llm, special.cases())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*OTHER_MIXTURES, STRIP])
+def test_layers_that_only_some_families_have(family: str, special_of: Callable[[str], SpecialBench]) -> None:
+    special = special_of(family)
+    special.check_all_differ()
+    with special.llm(max_step_tokens=32) as llm:
+        special.check(llm, special.cases())
+    images = [picture(56, 56, 1), picture(84, 56, 2)]
+    result = verify(special.bench.checkpoint, special.adapters, images=images, max_tokens=2)
+    assert result.ok
+    assert all(layer.rel_err < 1e-4 for one in result.adapters.values() for layer in one.layers if layer.rows)
 
 
 @pytest.mark.full
@@ -167,7 +189,7 @@ def test_in_bfloat16_the_error_is_like_pefts(family: str, tmp_path: Path) -> Non
     """Every kind in one mixed batch, against float32 over the same tokens: as near as PEFT's bfloat16 model alone."""
     folder = build_checkpoint(family, tmp_path / "model", dtype=torch.bfloat16)
     bench = Bench(family, folder, tmp_path / "adapters")
-    kinds = MIXTURE_KINDS if family == MIXTURE else kinds_of(family)
+    kinds = KINDS.get(family) or kinds_of(family)
     adapters = {
         kind: make_special(folder, tmp_path / kind.replace(" ", "-"), kind, seed=i) for i, kind in enumerate(kinds)
     }
@@ -187,11 +209,6 @@ def test_in_bfloat16_the_error_is_like_pefts(family: str, tmp_path: Path) -> Non
     whole = typical(chain.from_iterable(ours.values())) / typical(chain.from_iterable(theirs.values()))
     assert 0 < whole <= MAX_ERROR_RATIO, str(ratios)
     assert max(ratios.values()) <= MAX_ERROR_RATIO_OF_ONE, str(ratios)
-
-
-def typical(errors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The median: where rounding flips a choice of experts, in either run, a step's logits are all others."""
-    return torch.cat(list(errors)).abs().median()
 
 
 def test_head_norms_know_their_tokens_before_the_first_request(bench_of: Callable[[str], Bench]) -> None:

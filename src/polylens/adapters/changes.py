@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.adapters.fit import parameter_name
-from polylens.core import Delta, LayerKind, Replacement, ScaledDelta, TokenRows
+from polylens.core import EXPERT_KINDS, Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError
 
 if TYPE_CHECKING:
@@ -78,16 +78,17 @@ def _replaced_and_factored(fit: LayerFit, layers: ModelLayers, dtype: torch.dtyp
     if fit.lora_bias is not None:
         added_o = fit.scaling * fit.lora_bias.float()
         new_bias = added_o if new_bias is None else new_bias.float() + added_o
-    if fit.spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
-        weight = weight.T
+    if fit.spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING, LayerKind.EXPERTS_IN_FIRST):
+        weight = weight.mT
     weight = weight.reshape(value.shape).to(dtype).contiguous()
     return Replacement(fit.spec.name, weight, None if new_bias is None else new_bias.to(dtype))
 
 
 def _merged(fit: LayerFit, weight: torch.Tensor) -> torch.Tensor:
-    """W + scaling · B A as (out, inputs), of EXPERTS with the expert first, in float32 on the CPU."""
+    """W + scaling · B A as (out, inputs), of experts with the expert first, in float32 on the CPU."""
     w_oi = weight.detach().cpu().float()
-    if fit.spec.kind is LayerKind.EXPERTS:
+    if fit.spec.kind in EXPERT_KINDS:
+        w_oi = w_oi.mT if fit.spec.kind is LayerKind.EXPERTS_IN_FIRST else w_oi
         return torch.baddbmm(w_oi, fit.b.float(), fit.a.float(), alpha=fit.scaling)
     w_oi = w_oi.T if fit.spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING) else w_oi.flatten(1)
     return torch.addmm(w_oi, fit.b.float(), fit.a.float(), alpha=fit.scaling)

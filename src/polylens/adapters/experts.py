@@ -1,4 +1,4 @@
-"""Factors of a mixture's experts, whose weights are one tensor (experts, out, in) in the loaded model.
+"""Factors of a mixture's experts, whose weights are one tensor (experts, out, in), or (experts, in, out), in the model.
 
 PEFT writes them in two ways. Since it targets parameters (`target_parameters`), A and B of all experts are one tensor
 each, and the second parameter of a module is saved under the module's name, the first under its `base_layer`. Before,
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.adapters.layer_fit import LayerFit
+from polylens.core import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,8 @@ def fit_experts(pair: FactorPair, specs: Sequence[LayerSpec], options: LoraOptio
     if _has_more_than_factors(pair) or pair.method != "LORA":
         return None, f"{pair.module} has more than factors, and the model's experts take no more"
     for spec in specs:
+        if spec.kind is LayerKind.EXPERTS_IN_FIRST and spec.in_features == spec.out_features:
+            return None, f"{pair.module}: which side of {spec.name} is which cannot be told, as both are equal"
         rank = options.rank_of(trained_name := f"{pair.module}.{_parameter(spec)}")
         turned = _turned(pair, spec)
         if turned is None:
@@ -70,8 +73,9 @@ def fit_experts(pair: FactorPair, specs: Sequence[LayerSpec], options: LoraOptio
 def _turned(pair: FactorPair, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A (experts, rank, in) and B (experts, out, rank); None where the shapes are not those of `spec`.
 
-    Older PEFT took the first dimension of an expert's weight for its inputs, whichever it was: then what it calls A
-    is our B. (Where in and out are equal, the reading of today's PEFT counts.)
+    Which side of an expert's weight PEFT took for its inputs depends on its version and on what the module says of
+    itself: where it was the outputs, what it calls A is our B. (Where in and out are equal, the reading of today's
+    PEFT counts.)
     """
     if pair.rank % spec.num_experts:
         return None

@@ -15,7 +15,7 @@ from polylens.adapters.names import Found, LayerNames
 from polylens.adapters.options import DEFAULT_EMBEDDING, Refusal
 from polylens.adapters.pairs import pair_tensors
 from polylens.adapters.patterns import ALL_LINEAR, is_targeted, pattern_fault
-from polylens.core import BARE_KINDS, FACTOR_KINDS, LayerKind
+from polylens.core import BARE_KINDS, EXPERT_KINDS, FACTOR_KINDS, LayerKind
 from polylens.errors import AdapterMismatchError, AdapterUnsupportedError
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class _Fitting:
         for tokens in paired.tokens:
             self._add_tokens(tokens)
         self._tie_heads()
+        self._check_vocabulary()
         self._check_complete(paired)
         if self._options.fan_in_fan_out and any(fit.spec.kind is LayerKind.MATMUL for fit in self._fits.values()):
             # PEFT raises as well. For linear layers it ignores the option, and so do we: it is about Conv1D weights.
@@ -128,7 +129,7 @@ class _Fitting:
         spec = self._spec_of(pair.module, "target_modules")
         if spec is None:
             return
-        if spec.kind is LayerKind.EXPERTS:
+        if spec.kind in EXPERT_KINDS:
             self._keep(pair, *fit_experts(pair, self._names.experts(pair.module), self._options), len(pair.names))
             return
         if refusal := _pair_refusal(pair, spec):
@@ -148,6 +149,10 @@ class _Fitting:
             self._fits[name] = replace(fit, num_tensors=num_tensors)
 
     def _add_whole(self, part: WholeTensor) -> None:
+        if is_own_parameter(part, self._names, self._layers):
+            # Of no layer, so it cannot be applied and need not be: buffers of a saved router, say.
+            self._num_copies += 1
+            return
         spec = self._spec_of(part.module, "modules_to_save", part.parameter)
         if spec is None:
             return
@@ -158,9 +163,9 @@ class _Fitting:
             wrong = f"{part.name}: {part.module} has no such parameter that polylens can replace"
         elif expected is None:
             wrong = f"{part.name}: the model's layer {spec.name} has no {part.parameter}"
-        elif tuple(part.value.shape) != expected:
+        elif tuple(part.value.shape) != expected and not self._has_more_tokens(spec, role, part.value, expected):
             wrong = f"{part.name} has shape {tuple(part.value.shape)}, the model's layer {expected}"
-            if spec.name.endswith((DEFAULT_EMBEDDING, "lm_head")):
+            if _is_of_tokens(spec):
                 wrong += f": the adapter is for {part.value.shape[0]} tokens, the model has {expected[0]}"
         if wrong is not None:
             self._problems.append(wrong)
@@ -176,7 +181,9 @@ class _Fitting:
             # biases of layers that were not trained.
             self._num_copies += 1
             return
-        if role == "weight" and spec.name in tied_layers(self._layers) and not self._is_saved(part.module):
+        may_be_copy = tuple(part.value.shape) == expected
+        tied = role == "weight" and spec.name in tied_layers(self._layers)
+        if tied and may_be_copy and not self._is_saved(part.module):
             own = self._layers.parameters[parameter_name(spec, role)]
             if is_copy(own.to(part.value.dtype).cpu(), part.value):
                 self._num_copies += 1  # the model's own, rounded when it was saved
@@ -188,6 +195,26 @@ class _Fitting:
             return
         values = {**fit.values, role: part.value}
         self._fits[spec.name] = replace(fit, values=values, num_tensors=fit.num_tensors + 1)
+
+    def _has_more_tokens(self, spec: LayerSpec, role: str, value: torch.Tensor, expected: tuple[int, ...]) -> bool:
+        """Whether it is an embedding or a head of the model's tokens and of further ones, and those can be served."""
+        taller = value.dim() == 2 and value.shape[0] > expected[0] and value.shape[1] == expected[-1]
+        return self._layers.more_tokens and _is_of_tokens(spec) and role == "weight" and taller
+
+    def _check_vocabulary(self) -> None:
+        """Where the adapter brings tokens, embedding and head must both have them, and factors on neither."""
+        own = {spec.name: _num_tokens(spec) for spec in self._layers.specs.values() if _is_of_tokens(spec)}
+        fits = {name: fit for name, fit in self._fits.items() if name in own and "weight" in fit.values}
+        sizes = {**own, **{name: fit.values["weight"].shape[0] for name, fit in fits.items()}}
+        more = [name for name, size in sizes.items() if size > own[name]]
+        if not more:
+            return
+        if len(sizes) < 2 or len(set(sizes.values())) > 1:
+            listed = " and ".join(f"{name} for {size}" for name, size in sizes.items())
+            self._problems.append(f"embedding and head would not have the same tokens: {listed}")
+        self._problems += [
+            f"{name} has factors for {own[name]} tokens, of {sizes[name]}" for name in more if fits[name].rank
+        ]
 
     def _tie_heads(self) -> None:
         """With `ensure_weight_tying`, a head tied to the embedding changes with it, whether the file has it or not."""
@@ -249,6 +276,15 @@ class _Fitting:
             self._fits[name] = replace(fit, token_ids=ordered_ids, token_rows=rows, num_tensors=num)
 
 
+def _is_of_tokens(spec: LayerSpec) -> bool:
+    """Whether it is the token embedding or the head: one row of weights a token."""
+    return spec.kind is LayerKind.EMBEDDING or (spec.kind is LayerKind.LINEAR and spec.name.endswith("lm_head"))
+
+
+def _num_tokens(spec: LayerSpec) -> int:
+    return spec.in_features if spec.kind is LayerKind.EMBEDDING else spec.out_features
+
+
 def _same_tensors(one: LayerFit, other: LayerFit) -> bool:
     ours, theirs = one.tensors(), other.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[role], theirs[role]) for role in ours)
@@ -263,6 +299,15 @@ def expected_shape(spec: LayerSpec, role: str, layers: ModelLayers) -> tuple[int
     """The shape of the base layer's own parameter; None if it has none."""
     own = layers.parameters.get(parameter_name(spec, role))
     return None if own is None else tuple(own.shape)
+
+
+def is_own_parameter(part: WholeTensor, names: LayerNames, layers: ModelLayers) -> bool:
+    """Whether the tensor is of a module that takes no delta, and the model's own."""
+    if isinstance(names.find(part.module), Found):
+        return False
+    paths = {part.module, layers.rename(part.module)}
+    owned = (layers.parameters.get(f"{path}.{part.parameter}") for path in paths)
+    return any(value is not None and value.shape == part.value.shape and is_copy(part.value, value) for value in owned)
 
 
 def is_copy(value: torch.Tensor, base: torch.Tensor | None) -> bool:

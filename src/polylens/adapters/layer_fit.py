@@ -18,7 +18,7 @@ class LayerFit:
     """One layer with all that the file has for it, turned to the layer's own sides, in the file's dtype on the CPU.
 
     trained_name: what PEFT matched patterns against when the adapter was trained. a: (rank, in_features),
-    b: (out_features, rank), of rank 0 where the file has no factors for the layer; of EXPERTS with the expert in
+    b: (out_features, rank), of rank 0 where the file has no factors for the layer; of experts with the expert in
     front. magnitude: DoRA's, (out,). lora_bias: of B, (out,). values: parameters that replace the base model's
     ("weight", "bias"), in their own shapes. token_ids, token_rows: rows of the embedding that replace the base
     model's. num_tensors: in the file.

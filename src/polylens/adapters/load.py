@@ -14,7 +14,7 @@ from polylens.adapters.finite import all_finite
 from polylens.adapters.fit import Fit, fit_adapter, require_fit
 from polylens.adapters.layer_fit import LayerFit
 from polylens.adapters.read import read_adapter
-from polylens.core import BASE_NAME, Adapter, Change, Component, Delta, Digests, LayerKind, with_tensors
+from polylens.core import BASE_NAME, Adapter, Change, Component, Delta, Digests, LayerKind, Replacement, with_tensors
 from polylens.errors import AdapterFormatError, AdapterMismatchError
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def load_adapter(
         num_bytes=num_bytes,
         special=any(is_special(change, layers) for change in deltas.values()),
         undivided=any(layers.specs[name].kind is LayerKind.SHARED for name in deltas),
+        num_more_tokens=max((_num_more_tokens(change, layers) for change in deltas.values()), default=0),
     )
     report = LoadReport(
         name=name,
@@ -175,6 +176,13 @@ def component_reports(fits: Sequence[LayerFit]) -> dict[Component, ComponentRepo
 def is_special(change: Change, layers: ModelLayers) -> bool:
     """Whether a change is more than plain factors of a linear layer."""
     return type(change) is not Delta or layers.specs[change.layer].kind not in (LayerKind.LINEAR, LayerKind.MATMUL)
+
+
+def _num_more_tokens(change: Change, layers: ModelLayers) -> int:
+    spec = layers.specs[change.layer]
+    if spec.kind is not LayerKind.EMBEDDING or not isinstance(change, Replacement) or change.weight is None:
+        return 0
+    return change.weight.shape[0] - spec.in_features
 
 
 def _place(

@@ -20,11 +20,11 @@ def merged_weight(weight: torch.Tensor, delta: Delta, kind: LayerKind) -> torch.
 
     LINEAR, ROUTER, weight (out, in): W + scaling · B A, each output then scaled where the delta says so. CONV: the
     same over flattened patches. EXPERTS, weight (experts, out, in): the same for each expert. MATMUL, EMBEDDING,
-    weight (in, out): W + scaling · (B A)ᵀ. Computed in float32 and rounded once.
+    weight (in, out), and EXPERTS_IN_FIRST: W + scaling · (B A)ᵀ. Computed in float32 and rounded once.
     """
     update_oi = (delta.b.float() @ delta.a.float()) * delta.scaling
-    if kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
-        update_oi = update_oi.T
+    if kind in (LayerKind.MATMUL, LayerKind.EMBEDDING, LayerKind.EXPERTS_IN_FIRST):
+        update_oi = update_oi.mT
     if kind is LayerKind.CONV:
         update_oi = update_oi.reshape(weight.shape)
     if update_oi.shape != weight.shape:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from polylens.core import BARE_KINDS, Component, LayerKind
+from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind
 
 if TYPE_CHECKING:
     from polylens.core import LayerSpec, ModelLayers
@@ -26,6 +26,9 @@ _OF_VISION = re.compile(
 
 MAX_NEAREST = 2
 """How many near names a message gives."""
+
+_OWNED = EXPERT_KINDS | {LayerKind.SHARED}
+"""Kinds of layer that go by their own name as well as by that of the module that owns them."""
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -56,7 +59,7 @@ class LayerNames:
             # PEFT names a bare parameter's factors after the module that owns it (`target_parameters`).
             path = spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name
             self._targets.setdefault(path, []).append(spec)
-            if spec.kind in (LayerKind.EXPERTS, LayerKind.SHARED):
+            if spec.kind in _OWNED:
                 self._targets.setdefault(spec.name, []).append(spec)
 
     def find(self, module: str) -> Found | NotFound:
@@ -101,10 +104,10 @@ class LayerNames:
     def experts(self, module: str) -> tuple[LayerSpec, ...]:
         """The parameters of the experts that `module` means; empty where it means none."""
         found = self.find(module)
-        return found.parameters if isinstance(found, Found) and found.spec.kind is LayerKind.EXPERTS else ()
+        return found.parameters if isinstance(found, Found) and found.spec.kind in EXPERT_KINDS else ()
 
     def _only(self, module: str, specs: list[LayerSpec]) -> Found | NotFound:
-        if all(spec.kind in (LayerKind.EXPERTS, LayerKind.SHARED) for spec in specs):
+        if all(spec.kind in _OWNED for spec in specs):
             return Found(specs[0], tuple(specs))
         if len(specs) > 1:
             listed = ", ".join(spec.name for spec in specs)

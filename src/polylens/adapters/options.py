@@ -82,9 +82,8 @@ _LYCORIS = frozenset(
     }
 )
 
-# Initialisations that leave the base weights as they are; others (pissa, olora, corda, loftq, lora_ga, mica …)
-# change the base weights or how the tensors are used, so the plain base model plus delta would be another model.
-_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "true", "false"})
+# Initialisations that leave the base weights as they are.
+_PLAIN_INITS = frozenset({"gaussian", "eva", "mica", "orthogonal", "true", "false"})
 
 _BIASES = ("none", "all", "lora_only")
 """Which biases were trained; the file holds them as they are after training."""
@@ -94,8 +93,13 @@ _CONVERT = (
     "path_initial_model_for_weight_conversion=<the adapter as it was before training>)"
 )
 _CONVERSIONS = {
+    "pissa": _CONVERT,
+    "olora": _CONVERT,
+    "corda": _CONVERT,
+    "lora": _CONVERT,
     "loftq": "serve it over the base model that LoftQ saved, with init_lora_weights set to true in its config",
 }
+"""Initialisations that change the base weights, so that the plain base model and the factors would be another model."""
 
 _REASONS = {
     "alora_invocation_tokens": "the adapter starts in the middle of the prompt (aLoRA)",
@@ -214,12 +218,7 @@ def refusals(config: Mapping[str, Any]) -> tuple[Refusal, ...]:
         found.append(Refusal("bias", f"{_shown(config['bias'])} is none of {', '.join(_BIASES)}"))
     init = config.get("init_lora_weights")
     if init is not None and str(init).lower() not in _PLAIN_INITS:
-        found.append(
-            Refusal(
-                "init_lora_weights",
-                f"{_shown(init)} changes the base weights; {_CONVERSIONS.get(_init_family(init), _CONVERT)}",
-            )
-        )
+        found.append(Refusal("init_lora_weights", _init_reason(init)))
     for option, value in config.items():
         if option in _APPLIED or option in _INFORMATIONAL or option in own or _is_neutral(value):
             continue
@@ -240,9 +239,12 @@ def check_refusals(config: Mapping[str, Any]) -> None:
         raise AdapterUnsupportedError(f"adapter option not supported: {listed}", option=found[0].option)
 
 
-def _init_family(init: Any) -> str:
-    """`pissa_niter_16` is PiSSA."""
-    return str(init).lower().partition("_")[0]
+def _init_reason(init: Any) -> str:
+    family = str(init).lower().partition("_")[0]  # `pissa_niter_16` is PiSSA, `lora_ga` LoRA-GA
+    conversion = _CONVERSIONS.get(family)
+    if conversion is None:
+        return f"{_shown(init)} is unknown to polylens, and it may change the base weights"
+    return f"{_shown(init)} changes the base weights; {conversion}"
 
 
 def _is_neutral(value: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.core import BARE_KINDS, LayerKind
+from polylens.models.families.llama4 import are_experts
 from polylens.models.last_layer import all_rows
 
 if TYPE_CHECKING:
@@ -67,12 +68,10 @@ def _record(
     specs = llm.loaded.layers.specs
 
     def hook_for(layer: str) -> Callable[[nn.Module, object, torch.Tensor | tuple[torch.Tensor, ...]], None]:
-        def hook(_module: nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        def hook(module: nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             # A router also says which experts it chose; its scores come first.
             output = (output[0] if isinstance(output, tuple) else output).detach()
-            # A patch embedding's rows are its leading index, a patch or a whole tile.
-            is_convolution = specs[layer].kind is LayerKind.CONV
-            rows_no = output.flatten(1) if is_convolution else output.reshape(-1, output.shape[-1])
+            rows_no = _rows(output, specs[layer], dense=are_experts(module))
             recorded[layer] += [rows.to("cpu", copy=True) for rows in choose(layer, rows_no)]
 
         return hook
@@ -89,6 +88,20 @@ def _record(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _rows(output: torch.Tensor, spec: LayerSpec, *, dense: bool) -> torch.Tensor:
+    """What routing calls rows, (n, out).
+
+    Of a patch embedding its leading index, a patch or a whole tile, or the patches of one strip; of experts that all
+    see every token (dense), the outputs of all experts for one token.
+    """
+    if dense:
+        return output.view(spec.num_experts, -1, output.shape[-1]).transpose(0, 1).flatten(1)
+    if spec.kind is not LayerKind.CONV:
+        return output.reshape(-1, output.shape[-1])
+    is_strip = output.dim() == 4 and output.shape[0] == 1 and output.shape[2] == 1
+    return (output.permute(3, 1, 2, 0) if is_strip else output).flatten(1)
 
 
 def _module_of(spec: LayerSpec) -> str:

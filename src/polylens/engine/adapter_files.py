@@ -50,6 +50,8 @@ class AdapterFiles:
 
     def describe_model(self, layers: ModelLayers, no_effect: Collection[str]) -> None:
         """Tell which layers an adapter may change; nothing can be read before."""
+        # transformers' own generation expects logits of the model's tokens.
+        layers = replace(layers, more_tokens=layers.more_tokens and not self._loaded.is_hosted)
         with self._lock:
             self._described = (layers, frozenset(no_effect))
 

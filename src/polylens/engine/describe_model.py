@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polylens.core import Component
+from polylens.core import EXPERT_KINDS, Component, LayerKind
 from polylens.engine.adaptable import Adaptable
 from polylens.engine.prove import settled
 from polylens.models.components import audio_path
@@ -91,5 +91,5 @@ def _component(part: Component, adaptable: Adaptable, probe: ProbeResult, audio:
     specs = [spec for spec in adaptable.specs.values() if spec.component is part]
     own = [spec for spec in specs if audio is None or not spec.name.startswith(f"{audio}.")]
     rules = {probe.rules[spec.name] for spec in own if spec.name in probe.rules} - NOT_DIVIDED
-    kinds = Counter(spec.kind.value for spec in own)
+    kinds = Counter((LayerKind.EXPERTS if spec.kind in EXPERT_KINDS else spec.kind).value for spec in own)
     return ComponentDescription(dict(sorted(kinds.items())), tuple(sorted(rule.value for rule in rules)))

@@ -304,7 +304,8 @@ class Engine:
         if sampled.logprob is not None:
             running.logprobs.append(sampled.logprob)
         if running.seq.sampling.return_logits:
-            running.logits.append(logits_v.cpu().clone())
+            own_v = logits_v[: self.loaded.vocab_size + _num_more_tokens(running.seq.adapter)]
+            running.logits.append(own_v.cpu().clone())
         step = running.stream.push(sampled.token_id)
         if running.seq.logit_rules is not None and running.seq.logit_rules.ended:
             step = running.stream.complete(step)
@@ -365,6 +366,10 @@ def _kernels(loaded: LoadedModel, config: EngineConfig) -> Kernels | None:
     """The compiled kernels where they serve: on a CPU, in float32."""
     serve = loaded.device.type == "cpu" and loaded.dtype is torch.float32
     return compiled_kernels() if serve and config.compile_kernels else None
+
+
+def _num_more_tokens(adapter: Adapter | None) -> int:
+    return 0 if adapter is None else adapter.num_more_tokens
 
 
 def _most_heads(loaded: LoadedModel) -> int:

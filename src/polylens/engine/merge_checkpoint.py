@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from polylens.adapters.load import load_adapter
 from polylens.adapters.merge import merged_parameters, weight_key
-from polylens.core import BARE_KINDS, LayerKind
+from polylens.core import BARE_KINDS, EXPERT_KINDS, LayerKind
 from polylens.errors import ModelLoadError, first_line
 from polylens.models.outline import outline_model
 
@@ -56,7 +56,8 @@ def merge_checkpoint(
     layers = outline_model(model, trust_remote_code=trust_remote_code)
     source = _folder_of(model)
     weights = CheckpointWeights(source, layers)
-    layers = replace(layers, parameters=weights)
+    # The config and the tokenizer beside it say how many tokens there are.
+    layers = replace(layers, parameters=weights, more_tokens=False)
     loaded, report = load_adapter(adapter, layers, name="merged", dtype=torch.float32, device="cpu")
     weights.check_stored(loaded, layers.specs)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ class CheckpointWeights(Mapping[str, torch.Tensor]):
         for layer in adapter.deltas:
             if layer not in self and f"{layer}.weight" not in self:
                 raise ModelLoadError(f"the checkpoint does not store the weight of {layer} as one tensor")
-            if specs[layer].kind is LayerKind.EXPERTS and specs[layer].in_features == specs[layer].out_features:
+            if specs[layer].kind in EXPERT_KINDS and specs[layer].in_features == specs[layer].out_features:
                 raise ModelLoadError(f"{layer}: whether the checkpoint stores inputs or outputs first cannot be told")
 
 
@@ -192,7 +193,9 @@ class _Writer:
         kind = spec.kind
         weight = self._weights[weight_key(layer, kind)]
         bias = None if kind in BARE_KINDS else self._weights.get(f"{layer}.bias")
-        if kind is not LayerKind.EXPERTS or weight.shape[1:] == (spec.out_features, spec.in_features):
+        sides = (spec.out_features, spec.in_features)
+        own = sides[::-1] if kind is LayerKind.EXPERTS_IN_FIRST else sides
+        if kind not in EXPERT_KINDS or weight.shape[1:] == own:
             return merged_parameters(self._adapter.deltas[layer], kind, weight, bias)
         # Published Qwen3-VL-MoE checkpoints store experts with inputs first; transformers turns them when loading.
         merged = merged_parameters(self._adapter.deltas[layer], kind, weight.transpose(1, 2), bias)

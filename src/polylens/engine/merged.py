@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from polylens.adapters.fit import is_own_parameter
 from polylens.adapters.load import load_adapter
 from polylens.adapters.merge import merged_parameters, weight_key
 from polylens.adapters.names import Found, LayerNames, NotFound
 from polylens.adapters.pairs import PEFT_PREFIX, pair_tensors
 from polylens.adapters.read import CONFIG_FILE, SAFETENSORS_FILE, find_adapter, read_adapter, read_config
 from polylens.config import EngineConfig
-from polylens.core import BARE_KINDS, LayerKind
+from polylens.core import BARE_KINDS, EXPERT_KINDS, LayerKind
 from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.llm import LLM
 from polylens.errors import AdapterMismatchError
@@ -36,6 +37,7 @@ from polylens.models.loading import load_model
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from polylens.adapters.pairs import WholeTensor
     from polylens.core import LayerSpec
     from polylens.models.loading import LoadedModel
 
@@ -74,7 +76,8 @@ def merged_llm(
 
 @torch.no_grad()
 def merge_ourselves(loaded: LoadedModel, path: str | Path) -> None:
-    adapter, _ = load_adapter(path, loaded.layers, name="merged", dtype=torch.float32, device=loaded.device)
+    layers = dataclasses.replace(loaded.layers, more_tokens=False)
+    adapter, _ = load_adapter(path, layers, name="merged", dtype=torch.float32, device=loaded.device)
     _untie_head(loaded, adapter.deltas)
     for name, change in adapter.deltas.items():
         kind = loaded.layers.specs[name].kind
@@ -154,6 +157,7 @@ def _current_names(loaded: LoadedModel, folder: Path) -> Iterator[Path]:
         # PEFT trains the rows of some tokens in embedding and tied head together, everything else apart.
         _untie_head(loaded, [part.spec.name for part in parts])
     renamed = {name: tensor.contiguous() for part in parts for name, tensor in part.tensors().items()}
+    renamed |= {part.name: part.value for part in _own_parameters(loaded, tensors)}
     if renamed.keys() == tensors.keys():
         yield folder
         return
@@ -186,11 +190,18 @@ class _Part:
         return f"{self.module}.{parameter}" if self.spec.kind in BARE_KINDS else self.module
 
 
+def _own_parameters(loaded: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> list[WholeTensor]:
+    """The file's copies of the model's parameters that are of no layer."""
+    names = LayerNames(loaded.layers)
+    return [part for part in pair_tensors(tensors).whole if is_own_parameter(part, names, loaded.layers)]
+
+
 def _parts(loaded: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> list[_Part]:
     paired = pair_tensors(tensors)
+    own = {part.name for part in _own_parameters(loaded, tensors)}
     by_module = [
         *((pair.module, {_suffix(name): tensors[name] for name in pair.names}, True) for pair in paired.pairs),
-        *((part.module, {_suffix(part.name): part.value}, False) for part in paired.whole),
+        *((part.module, {_suffix(part.name): part.value}, False) for part in paired.whole if part.name not in own),
         *((part.module, {_suffix(part.name): part.rows}, False) for part in paired.tokens),
     ]
     names = LayerNames(loaded.layers)
@@ -232,7 +243,7 @@ _PARAMETER_KINDS = BARE_KINDS | {LayerKind.ROUTER}
 def _renamed_parameters(config: Mapping[str, Any], factors: Sequence[_Part]) -> list[str]:
     kinds = {factor.spec.kind for factor in factors}
     # Which of a module's experts' parameters have factors is told by their shapes only; names match by their ends.
-    kept = list(config.get("target_parameters") or []) if LayerKind.EXPERTS in kinds else []
+    kept = list(config.get("target_parameters") or []) if kinds & EXPERT_KINDS else []
     bare = [f.spec.name for f in factors if f.spec.kind is LayerKind.MATMUL]
     return [*kept, *bare, *(f"{f.spec.name}.weight" for f in factors if f.spec.kind is LayerKind.ROUTER)]
 

@@ -101,7 +101,7 @@ def prepare_request(
     processing = processing_of(loaded, adapter)
     tools = toolbox.of(processing)
     sampling = request.sampling
-    check_logit_bias(sampling, loaded.vocab_size)
+    check_logit_bias(sampling, loaded.vocab_size + (0 if adapter is None else adapter.num_more_tokens))
     constraint = tools.constraints.start(sampling.constraint) if sampling.constraint is not None else None
     prompt = _prompt(processing, request, allow_paths)
     sampling = _within_context(request, len(prompt.token_ids), max_model_len)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from polylens.core import Change, Delta, LayerSpec, Replacement
+from polylens.core import Change, Delta, LayerKind, LayerSpec, Replacement
 from polylens.errors import InternalError
 from polylens.lora.context import RoutingContext
 from polylens.lora.routing import DeltaRows
@@ -84,19 +84,65 @@ class ExpertsModule:
         rows: Mapping[str, Sequence[DeltaRows[Change]]],
     ) -> torch.Tensor:
         """One expert's linear layer on its rows `x`, with the deltas of the tokens that they are of."""
-        y = nn.functional.linear(x, self._module.get_parameter(name)[expert])
+        in_first = self._specs[name].kind is LayerKind.EXPERTS_IN_FIRST
+        weight_eoi = self._module.get_parameter(name)
+        y = x @ weight_eoi[expert] if in_first else nn.functional.linear(x, weight_eoi[expert])
         first = parts[0].start
         for part in parts:
             change = _change_at(rows[name], bounds[part.segment])
             if change is not None:
                 own = slice(part.start - first, part.stop - first)
-                _apply_(change, expert, x[own], y[own])
+                _apply_(change, expert, x[own], y[own], in_first)
         return y
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         activation: Callable[[torch.Tensor], torch.Tensor] = self._module.act_fn  # type: ignore[assignment]
         return activation(gate) * up
+
+
+class DenseExpertsModule:
+    """Llama 4's experts: called with every token for every expert, (experts · t, d), one expert after the other.
+
+    The scores are in the rows already, and the caller sums the outputs: here each adapter's tokens get their deltas in
+    all experts at once.
+    """
+
+    def __init__(self, module: nn.Module, specs: Mapping[str, LayerSpec], ctx: RoutingContext) -> None:
+        """specs: by the parameter's name in the module, of kind EXPERTS_IN_FIRST."""
+        self._module = module
+        self._specs = specs
+        self._ctx = ctx
+        self._base: Callable[..., torch.Tensor] = module.forward
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._ctx.special:
+            num_experts = next(iter(self._specs.values())).num_experts
+            num_tokens = hidden_states.shape[0] // num_experts
+            rows = {
+                name: self._ctx.delta_rows(spec, RowRule.UNPROVEN, num_tokens) for name, spec in self._specs.items()
+            }
+            if any(rows.values()):
+                return self._run(hidden_states.view(num_experts, num_tokens, -1), rows).flatten(0, 1)
+        return self._base(hidden_states)
+
+    def _run(self, x_etd: torch.Tensor, rows: Mapping[str, Sequence[DeltaRows[Change]]]) -> torch.Tensor:
+        activation: Callable[[torch.Tensor], torch.Tensor] = self._module.act_fn  # type: ignore[assignment]
+        gate, up = self._linear("gate_up_proj", x_etd, rows).chunk(2, dim=-1)
+        return self._linear("down_proj", up * activation(gate), rows)
+
+    def _linear(self, name: str, x_eti: torch.Tensor, rows: Mapping[str, Sequence[DeltaRows[Change]]]) -> torch.Tensor:
+        y_eto = torch.bmm(x_eti, self._module.get_parameter(name))
+        for change, start, stop in rows[name]:
+            x, y = x_eti[:, start:stop], y_eto[:, start:stop]
+            if isinstance(change, Replacement):
+                y.copy_(torch.bmm(x, change.tensors()["weight"].to(y.dtype)))
+            elif type(change) is Delta:
+                h_etr = torch.bmm(x, change.a.to(x.dtype).mT)
+                y.baddbmm_(h_etr, change.b.to(x.dtype).mT, alpha=change.scaling)
+            else:
+                raise InternalError(f"{change.layer}: experts take factors or whole weights")
+        return y_eto
 
 
 def _parts(expert_s: torch.Tensor, token_s: torch.Tensor, bounds: Sequence[int]) -> list[Part]:
@@ -131,11 +177,11 @@ def _change_at(rows: Sequence[DeltaRows[Change]], token: int) -> Change | None:
     return next((row.delta for row in rows if row.start <= token < row.stop), None)
 
 
-def _apply_(change: Change, expert: int, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Change the outputs `y` of one expert for rows `x` in place."""
+def _apply_(change: Change, expert: int, x: torch.Tensor, y: torch.Tensor, in_first: bool) -> None:
+    """Change the outputs `y` of one expert for rows `x` in place. in_first: the weight is (in, out)."""
     if isinstance(change, Replacement):
-        weight_eoi = change.tensors()["weight"]
-        torch.mm(x, weight_eoi[expert].to(y.dtype).t(), out=y)
+        weight = change.tensors()["weight"][expert].to(y.dtype)
+        torch.mm(x, weight if in_first else weight.t(), out=y)
     elif type(change) is Delta:
         h = torch.mm(x, change.a[expert].to(x.dtype).t())
         y.addmm_(h, change.b[expert].to(x.dtype).t(), alpha=change.scaling)

@@ -15,17 +15,18 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from polylens.core import Change, Delta, LayerKind, LayerSpec, Replacement
+from polylens.core import EXPERT_KINDS, Change, Delta, LayerKind, LayerSpec, Replacement
 from polylens.errors import InternalError, ModelLoadError, PolylensError, RowRuleError
 from polylens.lora.context import RoutingContext
 from polylens.lora.cost import CostModel, Way
-from polylens.lora.experts import ExpertsModule
+from polylens.lora.experts import DenseExpertsModule, ExpertsModule
 from polylens.lora.kernels import ApplyFactored
 from polylens.lora.linear import PLAIN_FORWARDS
 from polylens.lora.modules import EmbeddingModule, HeadNormModule, RowsModule, SpecialModule, with_parameters
 from polylens.lora.ops import Scratch, apply_factored_, apply_fused_
 from polylens.lora.routing import DeltaRows
-from polylens.lora.special import apply_special_, overwrites_all, part
+from polylens.lora.special import apply_special_, overwrites_all, part, with_more_outputs
+from polylens.models.families import llama4
 from polylens.models.row_rules import COUNTED_RULES, RowRule
 
 MATMULS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
@@ -198,7 +199,7 @@ class _Layer:
             y = self.factored(x, y, factored) if factored else y.contiguous()
         y_to = y.view(-1, spec.out_features)
         apply_special_(x_ti, y_to, weight, bias, special, self.scratch, self.way_of, in_first=self._in_first)
-        return y
+        return y if self._in_first else with_more_outputs(x_ti, y, special)
 
 
 def _in_dtype(rows: Sequence[DeltaRows[Delta]], dtype: torch.dtype) -> Sequence[DeltaRows[Delta]]:
@@ -258,8 +259,8 @@ class _OpaqueLinear:
         rows = layer.rows_of(input)
         y = self._base(input)
         plain, special = part(rows)
-        y = self._special(input, y, special) if special else y
-        return layer.factored(input, y, plain) if plain else y
+        y = layer.factored(input, y, plain) if plain else y
+        return self._special(input, y, special) if special else y
 
     def _special(self, input: torch.Tensor, y: torch.Tensor, rows: Sequence[DeltaRows[Change]]) -> torch.Tensor:
         """Replaced parameters through the module's own forward, all else added to its output."""
@@ -268,11 +269,11 @@ class _OpaqueLinear:
         for row in rows:
             if isinstance(row.delta, Replacement):
                 with with_parameters(self._module, row.delta.tensors()):
-                    y_to[row.start : row.stop] = self._base(x_ti[row.start : row.stop])
+                    y_to[row.start : row.stop] = self._base(x_ti[row.start : row.stop])[:, : y_to.shape[1]]
         others = [row for row in rows if not isinstance(row.delta, Replacement)]
         bias = self._module.bias
         apply_special_(x_ti, y_to, self._module.weight, bias, others, self._layer.scratch, lambda _: "factored")
-        return y
+        return with_more_outputs(x_ti, y, rows)
 
 
 def _wrap_matmuls(model: nn.Module, layers: Iterable[_Layer], wrapped: WrappedLayers) -> None:
@@ -356,14 +357,15 @@ def _wrap_others(model: nn.Module, layers: Sequence[_Layer], wrapped: WrappedLay
     """Wrap patch embeddings, norms, routers and the token embedding, and the modules that own experts."""
     owners: dict[str, dict[str, LayerSpec]] = {}
     for layer in layers:
-        if layer.spec.kind is LayerKind.EXPERTS:
+        if layer.spec.kind in EXPERT_KINDS:
             path, _, parameter = layer.spec.name.rpartition(".")
             owners.setdefault(path, {})[parameter] = layer.spec
     for path, specs in owners.items():
         first = next(iter(specs.values()))
         module = _module(model, path, first)
         _refuse_twice(module, first)
-        wrapped._replace_forward(module, ExpertsModule(module, specs, layers[0].ctx).forward)
+        experts = DenseExpertsModule if llama4.are_experts(module) else ExpertsModule
+        wrapped._replace_forward(module, experts(module, specs, layers[0].ctx).forward)
     for layer in layers:
         if layer.spec.kind is LayerKind.SHARED:
             path, _, parameter = layer.spec.name.rpartition(".")
@@ -390,5 +392,7 @@ def _check_shape(spec: LayerSpec, shape: tuple[int, ...], *, in_first: bool) -> 
 
 def _refuse_twice(module: nn.Module, spec: LayerSpec) -> None:
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
-    if isinstance(owner, _PlainLinear | _OpaqueLinear | _MatmulOwner | SpecialModule | ExpertsModule):
+    if isinstance(
+        owner, _PlainLinear | _OpaqueLinear | _MatmulOwner | SpecialModule | ExpertsModule | DenseExpertsModule
+    ):
         raise InternalError(f"layer {spec.name} is wrapped already; unwrap it first")

@@ -17,11 +17,11 @@ from torch import nn
 from polylens.adapters.merge import merged_parameters
 from polylens.core import Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError, RowRuleError
+from polylens.models.row_rules import RowRule, is_strip
 
 if TYPE_CHECKING:
     from polylens.core import Change, LayerSpec
     from polylens.lora.context import RoutingContext
-    from polylens.models.row_rules import RowRule
 
 
 @contextmanager
@@ -116,7 +116,7 @@ class RowsModule(SpecialModule):
         y = self._base(input)
         # A router puts out a tuple: every expert's score, the chosen ones' weights and which they are.
         outputs = tuple(part.contiguous() for part in (y if isinstance(y, tuple) else (y,)))
-        views = [self._as_output_rows(part, x.shape[0]) for part in outputs]
+        views = [self._as_output_rows(part, x.shape[0], strip=self._is_strip(input)) for part in outputs]
         for change, start, stop in rows:
             with with_parameters(self._module, self._parameters_of(change)):
                 own = self._base(x[start:stop])
@@ -126,11 +126,20 @@ class RowsModule(SpecialModule):
 
     def _as_rows(self, input: torch.Tensor) -> torch.Tensor:
         """The input with its rows as the first dimension: vectors, or a convolution's patches or tiles."""
-        return input if self._spec.kind is LayerKind.CONV else input.reshape(-1, input.shape[-1])
+        if self._spec.kind is not LayerKind.CONV:
+            return input.reshape(-1, input.shape[-1])
+        if not self._is_strip(input):
+            return input
+        width = self._module.get_parameter("weight").shape[3]
+        return input[0].unflatten(-1, (-1, width)).permute(2, 0, 1, 3)
 
-    def _as_output_rows(self, output: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def _is_strip(self, input: torch.Tensor) -> bool:
+        kernel = self._module.get_parameter("weight").shape[2:]
+        return self._spec.kind is LayerKind.CONV and self._rule is RowRule.PATCHES and is_strip(kernel, input.shape)
+
+    def _as_output_rows(self, output: torch.Tensor, num_rows: int, *, strip: bool) -> torch.Tensor:
         if self._spec.kind is LayerKind.CONV:
-            return output
+            return output.permute(3, 1, 2, 0) if strip else output
         rows = output.view(-1, output.shape[-1])
         if len(rows) != num_rows:
             raise RowRuleError(f"layer {self._spec.name}: {num_rows} rows became {tuple(output.shape)}")
@@ -138,12 +147,15 @@ class RowsModule(SpecialModule):
 
 
 class EmbeddingModule(SpecialModule):
-    """The token embedding; rows are token ids. A vocabulary's weight is never built anew."""
+    """The token embedding; rows are token ids, of adapters that bring tokens also ones that the base model lacks.
+
+    A vocabulary's weight is never built anew.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = self._base(input)
         if not self._ctx.special:
-            return y
+            return self._base(input)
+        y = self._base(input.clamp(max=self._spec.in_features - 1))
         rows = self._ctx.delta_rows(self._spec, self._rule, input.numel())
         ids_t, y_td = input.reshape(-1), y.view(-1, y.shape[-1])
         for change, start, stop in rows:

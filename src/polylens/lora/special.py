@@ -3,7 +3,7 @@
 Contracts beside those of `ops`: for every (change, start, stop), on these rows of `y_to` and no other,
 
     ScaledDelta   y = scale ⊙ (x W + bias + scaling · (x Aᵀ) Bᵀ) + shift
-    Replacement   y = x W' + bias'
+    Replacement   y = x W' + bias'      (of a head for more tokens: of the base model's; see `with_more_outputs`)
     TokenRows     y[:, ids] = x rowsᵀ + bias[ids]
 """
 
@@ -57,13 +57,33 @@ def apply_special_(
                 _fused_(x, y, weight, bias, change, scratch, in_first)
         elif isinstance(change, Replacement):
             own = change.tensors()
-            gemm_(x, own.get("weight", weight).to(y.dtype), _as(own.get("bias", bias), y.dtype), y, in_first)
+            new = own.get("weight", weight)
+            new = new if in_first else new[: y.shape[1]]
+            gemm_(x, new.to(y.dtype), _as(own.get("bias", bias), y.dtype), y, in_first)
         elif isinstance(change, TokenRows):
             new_tn = x @ change.rows_nd.to(x.dtype).t()
             ids = list(change.token_ids)
             y[:, ids] = new_tn if bias is None else new_tn + bias[ids]
         else:
             raise InternalError(f"{change.layer}: a plain delta in the special path")
+
+
+def with_more_outputs(x_ti: torch.Tensor, y: torch.Tensor, rows: Sequence[DeltaRows[Change]]) -> torch.Tensor:
+    """`y` (…, out) of a head, with columns for the tokens that adapters bring: -inf in the rows of all others."""
+    more = [(row, weight[y.shape[-1] :]) for row in rows if (weight := _taller(row.delta, y.shape[-1])) is not None]
+    if not more:
+        return y
+    size = max(weight.shape[0] for _, weight in more)
+    added = y.new_full((*y.shape[:-1], size), -torch.inf)
+    for row, weight in more:
+        own = added.view(-1, size)[row.start : row.stop, : weight.shape[0]]
+        own.copy_(x_ti[row.start : row.stop] @ weight.to(x_ti.dtype).t())
+    return torch.cat((y, added), dim=-1)
+
+
+def _taller(change: Change, num_outputs: int) -> torch.Tensor | None:
+    weight = change.weight if isinstance(change, Replacement) else None
+    return weight if weight is not None and weight.dim() == 2 and weight.shape[0] > num_outputs else None
 
 
 def _is_scaled(row: DeltaRows[Change]) -> bool:

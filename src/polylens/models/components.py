@@ -11,8 +11,8 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from polylens.core import BARE_KINDS, Component, LayerKind, LayerSpec, ModelLayers
-from polylens.models.families import notes_for
+from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind, LayerSpec, ModelLayers
+from polylens.models.families import llama4, notes_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ _TOWERS_ELSEWHERE = ("vqmodel", "image_encoder", "vision_tokenizer")
 """Encoders of pictures by names that transformers' `get_encoder` does not look for (Chameleon, Emu 3; GIT; Apertus)."""
 
 
-_OWNED = (LayerKind.EXPERTS, LayerKind.SHARED)
+_OWNED = EXPERT_KINDS | {LayerKind.SHARED}
 """Kinds of which all parameters of the owning module are layers."""
 
 
@@ -103,7 +103,14 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
         other_modules=others,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         source=model.config._name_or_path or "",
+        more_tokens=_has_one_table(model),
     )
+
+
+def _has_one_table(model: PreTrainedModel) -> bool:
+    """Whether the text model looks tokens up in its embedding alone (Gemma 4 has a second table of them)."""
+    tables = [module for module in text_model(model).modules() if isinstance(module, nn.Embedding)]
+    return tables == [model.get_input_embeddings()]
 
 
 def _not_adaptable(layer: str, model: PreTrainedModel) -> str | None:
@@ -126,11 +133,13 @@ def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> 
         if isinstance(module, nn.Linear):
             yield LayerSpec(name, locate(name), LayerKind.LINEAR, module.in_features, module.out_features)
             continue
-        if are_experts(module) and locate(name) is Component.LANGUAGE_MODEL:
+        if (kind := experts_kind(module)) and locate(name) is Component.LANGUAGE_MODEL:
             for parameter in EXPERT_PARAMETERS:
                 num_experts, out, inputs = module.get_parameter(parameter).shape
+                if kind is LayerKind.EXPERTS_IN_FIRST:
+                    out, inputs = inputs, out
                 path = f"{name}.{parameter}"
-                yield LayerSpec(path, locate(path), LayerKind.EXPERTS, inputs, out, num_experts)
+                yield LayerSpec(path, locate(path), kind, inputs, out, num_experts)
             continue
         if other := _other_spec(name, module, model, locate):
             yield other
@@ -176,18 +185,22 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _ROUTER_NAME = re.compile(r"(?:Router|Gate)$")
 
 
-def are_experts(module: nn.Module) -> bool:
-    """Whether the module is a mixture's experts as most families have them: weights (experts, out, in), no biases.
+def experts_kind(module: nn.Module) -> LayerKind | None:
+    """How the module holds a mixture's experts: one weight for all in each of EXPERT_PARAMETERS, and no biases.
 
-    Those with another order of dimensions, biases or norms between are left to `other_modules`.
+    None where it holds none, and where it has biases or norms between: those are left to `other_modules`.
     """
     own = module._parameters
     three = [weight for name in EXPERT_PARAMETERS if (weight := own.get(name)) is not None and weight.dim() == 3]
     if len(three) != len(own) or len(own) != len(EXPERT_PARAMETERS):
-        return False
+        return None
+    if llama4.are_experts(module):
+        return LayerKind.EXPERTS_IN_FIRST
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
-    plain = not any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm"))
-    return takes == ["hidden_states", "top_k_index", "top_k_weights"] and plain and getattr(module, "has_gate", True)
+    plain = not any(getattr(module, flag, False) for flag in ("has_bias", "has_post_expert_norm"))
+    if takes != ["hidden_states", "top_k_index", "top_k_weights"] or not plain or not getattr(module, "has_gate", True):
+        return None
+    return LayerKind.EXPERTS_IN_FIRST if getattr(module, "is_transposed", False) else LayerKind.EXPERTS
 
 
 def is_router(module: nn.Module) -> bool:

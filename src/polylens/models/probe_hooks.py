@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from polylens.core import LayerKind, LayerSpec
-from polylens.models.row_rules import ItemSize, RowRule, rows_per_item
+from polylens.models.row_rules import ItemSize, RowRule, is_strip, rows_per_item
 
 PROBE_RANK = 4
 """Rank of the random deltas: any rank shows whose delta a row got."""
@@ -177,6 +177,9 @@ def _hooked(layer: ProbeLayer, change: Change) -> Iterator[None]:
             return y  # as if it were never called: it counts as out of reach
         if layer.spec.kind is LayerKind.CONV:
             x_npi, y_npo = _as_patches(layer.module, x, y)
+            if is_strip(layer.weight.shape[2:], x.shape):  # its patches are the rows
+                y_pno = change(layer.name, x_npi.transpose(0, 1), y_npo.transpose(0, 1))
+                return y_pno.permute(1, 2, 0).reshape(y.shape)
             return change(layer.name, x_npi, y_npo).transpose(1, 2).reshape(y.shape)
         return change(layer.name, x, y)
 

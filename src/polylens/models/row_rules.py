@@ -46,6 +46,12 @@ class RowRule(StrEnum):
     """No rule could be proven: only batches in which all items use one adapter are safe."""
 
 
+def is_strip(kernel: Sequence[int], input_shape: Sequence[int]) -> bool:
+    """Whether a patch embedding's input (n, channels, height, width) is one strip of patches side by side, whose rows
+    are then the patches (MiniCPM-V)."""
+    return len(kernel) == 2 and input_shape[0] == 1 and input_shape[2] == kernel[0] and input_shape[3] > kernel[1]
+
+
 PROPORTIONAL_RULES = (RowRule.PATCHES, RowRule.TILES, RowRule.IMAGES, RowRule.TOKENS)
 """Rules that divide the rows of any call among all items alike."""
 

@@ -79,6 +79,7 @@ class TextRunner:
         self._config = loaded.config
         self._head = loaded.head
         self._after_head = after_head(loaded.model)
+        self._vocab_size = loaded.vocab_size
         self._embed = loaded.model.get_input_embeddings()
         self._padding_id, self._placeholders_p = 0, None
         if loaded.notes.media_embed_as_padding or loaded.notes.media_embed_as_first:
@@ -130,10 +131,16 @@ class TextRunner:
         return _wanted(output.last_hidden_state[0], batch)
 
     def logits(self, hidden_sd: torch.Tensor) -> torch.Tensor:
-        """(s, d) hidden states of the rows to sample from -> (s, vocab) float32 logits."""
-        logits_sv = self._after_head(self._head(hidden_sd))
+        """(s, d) hidden states of the rows to sample from -> (s, vocab) float32 logits.
+
+        With adapters that bring tokens, more columns: -inf in the rows of the others.
+        """
+        raw_sv = self._head(hidden_sd)
+        logits_sv = self._after_head(raw_sv)
         if self._never_answered is not None:  # Chameleon, by this value
             logits_sv[:, self._never_answered] = torch.finfo(logits_sv.dtype).min
+        if raw_sv.shape[-1] > self._vocab_size:  # a cap makes numbers of the -inf
+            logits_sv = logits_sv.masked_fill(raw_sv == -torch.inf, -torch.inf)
         return logits_sv.float()
 
 

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from polylens.adapters import load_adapter
@@ -154,7 +155,7 @@ class AdapterManager:
     def _load(self, name: str, path: str) -> Adapter:
         adapter, report = load_adapter(
             path,
-            self._base.layers,
+            replace(self._base.layers, more_tokens=False),
             name=name,
             dtype=self._dtype,
             device=self._device,

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNor
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from polylens.core import BARE_KINDS, Component, LayerKind, LayerSpec
+from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind, LayerSpec
 
 if TYPE_CHECKING:
     from polylens.hosts.vllm.base import BaseModel
@@ -76,7 +76,7 @@ class _Finder:
 
     def find(self, spec: LayerSpec) -> Place | str | None:
         """The layer's place, why it has none, or None where vLLM leaves the layer out."""
-        if spec.kind is LayerKind.EXPERTS:
+        if spec.kind in EXPERT_KINDS:
             return "vLLM computes a mixture's experts in kernels that keep their weights to themselves"
         candidates = list(self._candidates(spec))
         for path in candidates:

@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "emu3": FamilyNotes(encode=emu3.encode, not_adaptable=chameleon.NOT_ADAPTABLE),
     "ernie4_5_vl_moe": FamilyNotes(
         text_arguments=ernie4_5_vl_moe.text_arguments,
-        not_adaptable={r"\.(?:text|vision)_moe\.": "one of the experts that see tokens of one kind only"},
+        prepare_text=ernie4_5_vl_moe.route_by_kind,
     ),
     "deepseek_ocr2": FamilyNotes(
         # the model's plain form: no roles, a picture on a line of its own

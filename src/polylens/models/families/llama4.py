@@ -1,4 +1,5 @@
-"""Llama 4: the projector stands outside `get_image_features`; queries far into a context are scaled up."""
+"""Llama 4: the projector stands outside `get_image_features`; queries far into a context are scaled up; every expert
+runs on every token."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from polylens.core import MediaKind
 from polylens.models.attention import set_query_scale
@@ -18,6 +20,11 @@ def encode(inner: Any, kind: MediaKind, batch: Mapping[str, torch.Tensor]) -> An
     """Projected features (rows, d)."""
     states_tnd = get_features(inner, kind, batch).last_hidden_state
     return SimpleNamespace(pooler_output=inner.multi_modal_projector(states_tnd.flatten(0, 1)))
+
+
+def are_experts(module: torch.nn.Module) -> bool:
+    """Whether these are experts that are given all tokens, one expert after the other, with the scores in them."""
+    return isinstance(module, Llama4TextExperts)
 
 
 def scale_queries_by_position(text: torch.nn.Module) -> None:
