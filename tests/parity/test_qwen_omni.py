@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from polylens import LLM
 from polylens.config import EngineConfig
+from polylens.engine.merge_checkpoint import merge_checkpoint
 from polylens.errors import RequestError
 from polylens.models.components import audio_path
 from polylens.models.loading import load_model
@@ -61,6 +62,17 @@ def test_a_whole_checkpoint_is_served_by_its_thinker(bench: Bench, tmp_path: Pat
     with LLM(whole, {"all": bench.adapters["all"]}) as llm:
         answers = llm.generate([bench.request(case, 3) for case in cases])
     assert_equal(bench.compare(cases, answers, 3), cases)
+
+
+def test_a_whole_checkpoint_is_merged(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = _as_published(bench.checkpoint, tmp_path / "whole", THINKERS[bench.family])
+    merge_checkpoint(whole, bench.adapters["tower"], tmp_path / "merged")
+    assert "talker.model.norm.weight" in load_file(tmp_path / "merged" / "model.safetensors")
+    case = Case("picture", "tower")
+    with LLM(tmp_path / "merged") as llm:
+        answer = llm.chat(bench.questions["picture"], sampling=greedy(3))
+    assert_equal(bench.compare([case], [answer], 3), [case])
 
 
 def _as_published(thinker: Path, folder: Path, model_type: str) -> Path:

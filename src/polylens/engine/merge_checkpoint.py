@@ -78,16 +78,19 @@ def merge_checkpoint(
 class CheckpointWeights(Mapping[str, torch.Tensor]):
     """A checkpoint's tensors under the loaded model's names, read when asked for.
 
-    A head that is stored only as the embeddings it is tied to is found under both names, as one tensor object.
+    A head that is stored only as the embeddings it is tied to is found under both names, as one tensor object. Tensors
+    of which several become one of the loaded model's (single experts) are not among them, see `parts_in`.
     """
 
     def __init__(self, folder: Path, layers: ModelLayers) -> None:
         self.shards = _shards(folder)
-        self.stored: dict[str, tuple[Path, str]] = {}
+        places: dict[str, list[tuple[Path, str]]] = {}
         for shard in self.shards:
             with _opened(shard) as content:
                 for key in content.keys():  # noqa: SIM118
-                    self.stored[model_name(key, layers)] = (shard, key)
+                    places.setdefault(model_name(key, layers), []).append((shard, key))
+        self.stored = {name: found[0] for name, found in places.items() if len(found) == 1}
+        self._parts = [place for found in places.values() if len(found) > 1 for place in found]
         self.tied = {
             other: name
             for name, parameter in layers.parameters.items()
@@ -115,6 +118,11 @@ class CheckpointWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.stored) + len(self.tied)
+
+    def parts_in(self, shard: Path) -> dict[str, torch.Tensor]:
+        """A shard's tensors that become one with others, under their own names."""
+        with _opened(shard) as content:
+            return {key: content.get_tensor(key) for file, key in self._parts if file == shard}
 
     def check_stored(self, adapter: Adapter, specs: Mapping[str, LayerSpec]) -> None:
         """Raise ModelLoadError unless every weight that changes is a tensor of the checkpoint."""
@@ -151,7 +159,7 @@ class _Writer:
 
     def write(self) -> None:
         for shard in self._weights.shards:
-            tensors = {}
+            tensors = self._weights.parts_in(shard)
             for name, key in self._names_in(shard):
                 tensors.update(self._tensors(name, key))
             save_file(tensors, self._folder / shard.name, metadata={"format": "pt"})
