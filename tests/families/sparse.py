@@ -29,11 +29,11 @@ from transformers import (
     Qwen4ExpForConditionalGeneration,
 )
 
-from tests.families.newer_templates import DOTS_SPECIAL, DOTS_TEMPLATE, FRAMES_TEMPLATE
+from tests.families.newer_templates import DOTS_SPECIAL, DOTS_TEMPLATE
 from tests.families.packed import PACKED, QWEN3_5_TEXT, QWEN3_VISION, QWEN_STOP
 from tests.families.packed_templates import GLM_SPECIAL, GLM_TEMPLATE
 from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
-from tests.families.tokenizers_and_templates import qwen_tokenizer
+from tests.families.tokenizers_and_templates import QWEN3_TEMPLATE, qwen_tokenizer
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 """Latent attention."""
@@ -138,7 +138,7 @@ def _hy_v4_vl_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
         image_processor=HYV4VLImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
         tokenizer=tokenizer,
         video_processor=HYV4VLVideoProcessor(size={"shortest_edge": least, "longest_edge": 16 * MAX_PIXELS}, **common),
-        chat_template=FRAMES_TEMPLATE,
+        chat_template=QWEN3_TEMPLATE,
     )
 
 
