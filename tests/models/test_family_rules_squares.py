@@ -52,3 +52,8 @@ def test_every_layer_goes_by_tiles(family: str, checkpoint: Callable[[str], Path
     }
     assert result.mixed
     assert result.contrast >= CONTRAST_FACTOR
+
+
+def test_a_weight_that_other_code_reads_is_refused_on_the_host_path_too(checkpoint: Callable[[str], Path]) -> None:
+    hosted = load_model(checkpoint("aria"), EngineConfig()).hosted("it is a test")
+    assert find_row_rules(hosted).unreachable == ("model.multi_modal_projector.cross_attn.multihead_attn.out_proj",)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import nn
 
 from polylens.models.components import picture_encoder
 from polylens.models.encoder import encode
@@ -46,7 +48,9 @@ def find_row_rules(
     cache_dir: where results are kept (default: as `disk_cache`). max_parameters: encoders beyond it are
     probed on a copy with fewer blocks.
     """
-    if loaded.is_hosted or not encoder_layers(loaded.layers):
+    if loaded.is_hosted:
+        return replace(NOTHING_TO_DIVIDE, unreachable=_never_called(loaded))
+    if not encoder_layers(loaded.layers):
         return NOTHING_TO_DIVIDE
     cache = ProbeCache(cache_dir)
     facts = _facts(loaded, max_parameters)
@@ -58,6 +62,13 @@ def find_row_rules(
         cache.store(facts, result)
         return result
     return _unproven(loaded)
+
+
+def _never_called(loaded: LoadedModel) -> tuple[str, ...]:
+    """Layers whose weight other code reads, which takes no probe to tell: the last ones of torch's own attention."""
+    parts = loaded.model.named_modules()
+    named = (f"{name}.out_proj" for name, module in parts if isinstance(module, nn.MultiheadAttention))
+    return tuple(name for name in named if name in loaded.layers.specs)
 
 
 def _facts(loaded: LoadedModel, max_parameters: int) -> Mapping[str, Any]:
