@@ -6,6 +6,7 @@ A Ray of its own for each test, on loopback; where Ray is not installed (`pip in
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -107,9 +108,12 @@ def test_the_command_serves_and_ends_when_told(tmp_path: Path):
             process.wait(60)
 
 
-def test_rays_own_commands_can_build_it():
+def test_rays_own_commands_can_build_it(monkeypatch: pytest.MonkeyPatch):
     from ray.serve import Application
 
-    from polylens.hosts.ray import build_app
+    from polylens.hosts import ray as host
 
-    assert isinstance(build_app({"model": str(data.model_path()), "replicas": 1, "max_replicas": 2}), Application)
+    arguments = {"model": str(data.model_path()), "replicas": 1, "max_replicas": 2}
+    assert isinstance(host.build_app(arguments), Application)
+    monkeypatch.setenv(host.ARGUMENTS_VARIABLE, json.dumps(arguments))
+    assert isinstance(host.app, Application)

@@ -102,3 +102,13 @@ def test_stats_are_summed():
     assert joined["running"] == {"": 1, "a": 3}
     assert (joined["vision_hits"], joined["registered"], joined["model"]) == (7, 5, "m")
     assert joined["replicas"]["r2"]["vision_hits"] == 4
+
+
+@pytest.mark.parametrize("text", [None, "", "model=m", "[1]"])
+def test_the_application_of_the_environment_needs_an_object(text: str | None, monkeypatch: pytest.MonkeyPatch):
+    host = importlib.import_module("polylens.hosts.ray")
+    monkeypatch.delenv(host.ARGUMENTS_VARIABLE, raising=False)
+    if text is not None:
+        monkeypatch.setenv(host.ARGUMENTS_VARIABLE, text)
+    with pytest.raises(RequestError, match=r"POLYLENS_RAY_ARGS must hold a JSON object"):
+        _ = host.app
