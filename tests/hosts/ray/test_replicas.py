@@ -116,4 +116,4 @@ def test_rays_own_commands_can_build_it(monkeypatch: pytest.MonkeyPatch):
     arguments = {"model": str(data.model_path()), "replicas": 1, "max_replicas": 2}
     assert isinstance(host.build_app(arguments), Application)
     monkeypatch.setenv(host.ARGUMENTS_VARIABLE, json.dumps(arguments))
-    assert isinstance(host.app, Application)
+    assert isinstance(host.application, Application)

@@ -111,4 +111,4 @@ def test_the_application_of_the_environment_needs_an_object(text: str | None, mo
     if text is not None:
         monkeypatch.setenv(host.ARGUMENTS_VARIABLE, text)
     with pytest.raises(RequestError, match=r"POLYLENS_RAY_ARGS must hold a JSON object"):
-        _ = host.app
+        _ = host.application

@@ -1,7 +1,7 @@
 """Replicas of the server under Ray Serve: one ingress, many engines, requests where their adapter already is.
 
 `polylens deploy` is the command. `serve run polylens.hosts.ray:build_app` takes the same application and its settings;
-`serve build polylens.hosts.ray:app` takes no settings, so `app` reads them from the environment.
+`serve build polylens.hosts.ray:application` takes no settings, so `application` reads them from the environment.
 Needs `pip install polylens[ray]`.
 """
 
@@ -31,8 +31,8 @@ def build_app(arguments: Mapping[str, Any]) -> Application:
 
 
 def __getattr__(name: str) -> Application:
-    """`app`, made when it is asked for."""
-    if name != "app":
+    """`application`, made when it is asked for."""
+    if name != "application":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return build_app(_arguments_of_environment())
 
