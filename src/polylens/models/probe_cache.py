@@ -11,7 +11,7 @@ from polylens.disk_cache import DiskCache
 from polylens.models.probe import ProbeResult
 from polylens.models.row_rules import RowRule
 
-PROBE_VERSION = 5
+PROBE_VERSION = 6
 """Raise whenever the probe may find another result for the same model."""
 
 
