@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 from tests.families.build import ALL_FAMILIES, build_checkpoint
+from transformers import GenerationMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from polylens.config import EngineConfig
@@ -94,6 +95,10 @@ def told(family: str) -> Row:
         return Row(family, f"refused: {reason}")
     if not model_class.can_generate():
         return Row(family, "refused: does not generate text")
+    if not issubclass(model_class, GenerationMixin):
+        return Row(family, "refused: does not generate text token by token")
+    if not model_class.config_class.sub_configs:
+        return Row(family, "a language model without an encoder: mixed")
     if getattr(model_class.config_class, "is_encoder_decoder", False):
         return Row(family, "host path if it has a chat template: it is an encoder-decoder (not tested here)")
     return Row(family, UNTESTED)

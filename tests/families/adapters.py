@@ -101,6 +101,8 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     """
     wanted = set(targets.split("+")) if targets != "all" else {"tower", "connector", "language"}
     linear = [name for name, module in model.named_modules() if _is_plain_linear(module) and "vqmodel" not in name]
+    if not any(component_of(name) == "tower" for name in linear):
+        linear += [name for name, module in model.named_modules() if _is_pointwise(module)]
     modules = [name for name in linear if not _is_head(name) and component_of(name) in wanted]
     has_plain_head = any(
         name.endswith("lm_head") and type(module) is nn.Linear for name, module in model.named_modules()
@@ -112,13 +114,8 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Convolutions of single points too: timm's towers (Gemma 3n) have no other linear layers.
-
-    Llama 4's router is a linear layer that returns a tuple, and the last of torch's attention (Aria) is never called:
-    PEFT cannot adapt them.
-    """
-    if isinstance(module, nn.Conv2d):
-        return module.kernel_size == (1, 1) and module.groups == 1
+    """Llama 4's router is a linear layer that returns a tuple, and the last of torch's attention (Aria) is never
+    called: PEFT cannot adapt them."""
     never_called = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return isinstance(module, nn.Linear) and not never_called and not type(module).__name__.endswith("Router")
 
@@ -128,9 +125,16 @@ def _is_head(name: str) -> bool:
     return name.endswith("lm_head") or name in ("output", "lm_head.additional_fc")
 
 
+def _is_pointwise(module: nn.Module) -> bool:
+    """The linear layers of towers that are convolutions throughout (Gemma 3n)."""
+    return isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+
+
 def component_of(name: str) -> str:
     if any(mark in name for mark in SOUND_MARKS):
         return "sounds"
+    if "patch_dense" in name:  # all that Gemma 4 12B has in place of a tower
+        return "tower"
     if any(mark in name for mark in CONNECTOR_MARKS):
         return "connector"
     in_tower = name.startswith(PICTURE_ENCODERS) or any(mark in name for mark in TOWER_MARKS)

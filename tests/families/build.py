@@ -19,6 +19,7 @@ from tests.families.host import HOSTED
 from tests.families.newer import NEWER
 from tests.families.packed import PACKED
 from tests.families.padded import PADDED
+from tests.families.recent import RECENT
 from tests.families.recipes import Family
 from tests.families.squares import SQUARES
 from tests.families.tiled import TILED
@@ -30,6 +31,7 @@ ALL_FAMILIES: Mapping[str, Family] = {
     **SQUARES,
     **PADDED,
     **NEWER,
+    **RECENT,
     **WITHOUT_TEMPLATE,
     **HOSTED,
 }
@@ -63,7 +65,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(_embedding(model).weight)}
     head = _head(model)
-    strong_norms = _GEMMA_STRONG_NORMS if model.config.model_type.startswith("gemma") else ()
+    norms_twice = model.config.model_type.startswith("gemma") or model.config.get_text_config().model_type == "gemma2"
+    strong_norms = _GEMMA_STRONG_NORMS if norms_twice else ()
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)

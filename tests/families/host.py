@@ -21,6 +21,7 @@ from transformers import (
 from tests.families.apertus1p5 import apertus1p5, apertus1p5_processor, apertus1p5_tokenizer
 from tests.families.captioning import CAPTIONING
 from tests.families.host_templates import MLLAMA_TEMPLATE, florence2_tokenizer, mllama_tokenizer
+from tests.families.recent import RECENT_HOSTED
 from tests.families.recipes import HIDDEN, Family, text_config
 
 MLLAMA_TILE = 28
@@ -110,4 +111,5 @@ HOSTED: Mapping[str, Family] = {
     "florence2": Family(florence2_tokenizer, _florence2_processor, _florence2, ("</s>",)),
     "mllama": Family(mllama_tokenizer, _mllama_processor, _mllama, ("<|eot_id|>",)),
     **CAPTIONING,
+    **RECENT_HOSTED,
 }

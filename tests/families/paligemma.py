@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import (
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
@@ -25,6 +27,24 @@ def paligemma_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def paligemma(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    return _paligemma(tokenizer, text_config(tokenizer, "<eos>", model_type="gemma", head_dim=8))
+
+
+def paligemma2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Over Gemma 2: capped scores (at a size that they reach), every second layer with a window."""
+    text = text_config(
+        tokenizer,
+        "<eos>",
+        model_type="gemma2",
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=8,
+        attn_logit_softcapping=1.5,
+    )
+    return _paligemma(tokenizer, text)
+
+
+def _paligemma(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTrainedModel:
     paligemma_processor(tokenizer)  # it adds tokens to the tokenizer
     vision = {
         "model_type": "siglip_vision_model",
@@ -37,7 +57,7 @@ def paligemma(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         "vision_use_head": False,
     }
     config = PaliGemmaConfig(
-        text_config=text_config(tokenizer, "<eos>", model_type="gemma", head_dim=8),
+        text_config=text,
         vision_config=vision,
         projection_dim=HIDDEN,
         hidden_size=HIDDEN,

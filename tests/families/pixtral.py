@@ -35,7 +35,7 @@ def lighton_tokenizer() -> PreTrainedTokenizerBase:
     return qwen_tokenizer(QWEN_SPECIAL_TOKENS, LIGHTON_NAMED)
 
 
-def _tower() -> dict[str, Any]:
+def tower() -> dict[str, Any]:
     return {
         "model_type": "pixtral",
         "hidden_size": 32,
@@ -51,7 +51,7 @@ def llava_pixtral(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Pixtral 12B as transformers has it."""
     config = LlavaConfig(
         text_config=text_config(tokenizer, "</s>", model_type="mistral", head_dim=8, sliding_window=None),
-        vision_config=_tower(),
+        vision_config=tower(),
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
@@ -62,7 +62,7 @@ def llava_pixtral(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 def mistral3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     config = Mistral3Config(
         text_config=text_config(tokenizer, "</s>", model_type="mistral", head_dim=8, sliding_window=None),
-        vision_config=_tower(),
+        vision_config=tower(),
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         spatial_merge_size=MERGE,
         tie_word_embeddings=False,
@@ -73,7 +73,7 @@ def mistral3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 def lighton_ocr(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     config = LightOnOcrConfig(
         text_config=text_config(tokenizer, "<|im_end|>", model_type="qwen3", head_dim=8),
-        vision_config=_tower(),
+        vision_config=tower(),
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         spatial_merge_size=MERGE,
         tie_word_embeddings=False,

@@ -22,10 +22,11 @@ class Family:
     seed: of the random weights; of some, float32 itself is off by more than what counts as equal.
     takes_videos: whether its processor does. stacks_videos: whether it takes several in a request only if they have
     equally many frames; stacks_pictures: the same of pictures and tiles. needs_picture: whether it refuses a request
-    without one. takes_turns: whether it takes earlier answers. mixes_kinds: whether transformers' own forward takes
-    pictures and videos in one prompt. lacks: parts without a linear layer, "tower" or "connector". one_picture: whether
-    a request has one at most. max_model_len: to be given where the config names none. silent_tokens: never answered:
-    where a model answers with a media token, transformers puts the first picture's first feature in its place.
+    without one. takes_turns: whether it takes earlier answers. several_videos: whether it takes more than one in a
+    request. mixes_kinds: whether transformers' own forward takes pictures and videos in one prompt. lacks: parts
+    without a linear layer, "tower" or "connector". one_picture: whether a request has one at most. max_model_len: to be
+    given where the config names none. silent_tokens: never answered: where a model answers with a media token,
+    transformers puts the first picture's first feature in its place.
     """
 
     make_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -38,6 +39,7 @@ class Family:
     stacks_pictures: bool = False
     needs_picture: bool = False
     takes_turns: bool = True
+    several_videos: bool = True
     mixes_kinds: bool = True
     lacks: tuple[str, ...] = ()
     one_picture: bool = False

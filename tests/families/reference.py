@@ -254,7 +254,7 @@ def merged_model(checkpoint: str | Path, adapter: str | Path | None, dtype: torc
     return model.eval()
 
 
-RENAMED_WRONGLY = ("deepseek_ocr2", "unlimited_ocr")
+RENAMED_WRONGLY = ("deepseek_ocr2", "inkling2", "inkling2_loop", "mistral_large4", "unlimited_ocr")
 """Families whose adapters PEFT 0.21.2 loads in part, with a warning only: it renames keys that are right."""
 
 

@@ -18,6 +18,8 @@ from transformers import (
 )
 
 from tests.families.build import generation_config, randomise
+from tests.families.mistral import mistral4
+from tests.families.pixtral import pixtral_tokenizer
 from tests.families.recipes import text_config
 from tests.families.tokenizers_and_templates import llava_tokenizer, qwen_tokenizer
 
@@ -48,9 +50,16 @@ def _granite(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return GraniteForCausalLM(GraniteConfig(**text_config(tokenizer, "<|im_end|>"), logits_scaling=4.0))
 
 
+MISTRAL_TEXT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '[INST]' + message['content'] + '[/INST]' }}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+
 LANGUAGE_MODELS: dict[str, tuple[Callable[[], PreTrainedTokenizerBase], str, Callable, tuple[str, ...]]] = {
     "granite": (qwen_tokenizer, QWEN2_TEXT_TEMPLATE, _granite, ("<|im_end|>",)),
     "llama": (llava_tokenizer, LLAMA2_TEXT_TEMPLATE, _llama, ("</s>",)),
+    "mistral4": (pixtral_tokenizer, MISTRAL_TEXT_TEMPLATE, mistral4, ("</s>",)),
     "qwen2": (qwen_tokenizer, QWEN2_TEXT_TEMPLATE, _qwen2, ("<|im_end|>",)),
 }
 """By model type: tokenizer, chat template, model, stop tokens."""

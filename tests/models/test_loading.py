@@ -98,6 +98,11 @@ def test_a_model_that_generates_no_text_is_refused(folder: Path) -> None:
     refused(folder, "does not generate text")
 
 
+def test_a_model_that_generates_text_by_diffusion_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma"}))
+    refused(folder, "token by token")
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "abacus"])
 def test_a_device_that_cannot_be_used_is_refused(folder: Path, device: str) -> None:
     refused(folder, "device", device=device)

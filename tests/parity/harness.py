@@ -77,6 +77,7 @@ def _taken(family: str, asked: dict[str, list[dict[str, Any]]]) -> dict[str, lis
     refused = {"mixed media"} if not recipe.mixes_kinds else set()
     refused |= {"text", "long text"} if recipe.needs_picture else set()
     refused |= _OF_SEVERAL if recipe.one_picture else set()
+    refused |= {"two videos"} if not recipe.several_videos else set()
     refused |= {"turns"} if not recipe.takes_turns else set()
     refused |= {"turns", "five", "tiny"} if recipe.stacks_pictures else set()
     return {name: messages for name, messages in asked.items() if name not in refused}

@@ -12,8 +12,9 @@ from polylens import LLM, ChatRequest, SamplingParams, TextRequest
 from polylens.core import Constraint, FinishReason
 from polylens.engine.stats import collect
 from polylens.errors import RequestError
+from tests.families.host import HOSTED
 from tests.families.media import picture, user
-from tests.parity.harness import ADAPTERS, BASE, Bench, Case, greedy
+from tests.parity.harness import ADAPTERS, BASE, Bench, Case, greedy, questions
 
 QUESTIONS = {
     "mllama": ("picture", "wide", "two", "video", "text", "turns"),
@@ -58,6 +59,15 @@ def test_answers_equal_merged_models(bench: Bench, mode: str) -> None:
         assert llm.loaded.is_hosted
         adapters = ADAPTERS if mode == "auto" and bench.family not in SLOW else (BASE, "all")
         bench.check(llm, bench.mixed(QUESTIONS[bench.family], adapters), num_tokens=5)
+
+
+@pytest.mark.parametrize("family", sorted(set(HOSTED) - set(QUESTIONS)))
+def test_further_families_equal_merged_models(family: str, bench_of: Callable[[str], Bench]) -> None:
+    bench = bench_of(family)
+    with bench.llm() as llm:
+        assert llm.loaded.is_hosted
+        asked = [name for name in ("picture", "two", "text") if name in questions(family)]
+        bench.check(llm, bench.mixed(asked, (BASE, "tower", "all")), num_tokens=4)
 
 
 @pytest.mark.parametrize("adapter", ["tower", "connector", "all"])

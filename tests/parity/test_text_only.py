@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from polylens import LLM, ChatRequest, Completion, TextRequest
 from polylens.core import Component
@@ -25,13 +26,18 @@ QUESTIONS = ("what is seven plus five?", "describe the difference between the fi
 NUM_TOKENS = 6
 
 
+def _model(folder: Path) -> PreTrainedModel:
+    (name,) = AutoConfig.from_pretrained(folder).architectures
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class TextBench:
     folder: Path
     adapters: dict[str, Path]
 
     def expected(self, question: str, adapter: str | None) -> Completion:
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        model = _model(self.folder)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, str(self.adapters[adapter])).merge_and_unload()
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
@@ -59,7 +65,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     adapters = {}
     for seed, (name, targets) in enumerate(TARGETS.items()):
         adapted = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            _model(folder),
             LoraConfig(r=4, lora_alpha=8, target_modules=targets),
         )
         randomise_lora(adapted, seed)

@@ -113,7 +113,11 @@ class Engine:
         self.max_running = limits.max_running
         self.state_bytes = limits.state_bytes
         self._allocator = PageAllocator(limits.num_pages)
-        self.prefix_cache = PrefixCache(limits.page_tokens, self._allocator) if limits.shares_pages else None
+        self.prefix_cache = (
+            PrefixCache(limits.page_tokens, self._allocator, text_needs_connector=loaded.notes.embed is not None)
+            if limits.shares_pages
+            else None
+        )
         self.scheduler = Scheduler(
             page_tokens=limits.page_tokens,
             max_step_tokens=limits.max_step_tokens,

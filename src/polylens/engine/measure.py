@@ -175,7 +175,7 @@ class _Measurement:
 
     def _span_tokens(self) -> int:
         """Tokens that no step can divide: the longest prompt, or a large picture's longest run of tokens."""
-        if self.loaded.two_way is TwoWay.PROMPT:
+        if self.loaded.two_way in (TwoWay.PROMPT, TwoWay.ALL_IMAGES):
             return self.loaded.max_model_len
         if self.loaded.two_way is TwoWay.NONE or is_text_only(self.loaded.config):
             return 0

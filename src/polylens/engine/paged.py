@@ -16,7 +16,7 @@ from polylens.engine.sequence import MediaSpan
 from polylens.engine.vision import EncodeJob, VisionStage
 from polylens.errors import PolylensError
 from polylens.lora.routing import segments
-from polylens.models.positions import two_way_spans
+from polylens.models.positions import span_holes, two_way_spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -75,6 +75,7 @@ class PagedExecutor:
         self._text = text
         self._context = context
         self._two_way = loaded.two_way
+        self._two_way_ids = loaded.two_way_ids
         self._vision = vision
         self._runner = Runner(text.runner, kv, context, kernels)
         self._media: dict[str, _Media] = {}
@@ -87,7 +88,8 @@ class PagedExecutor:
     def start(self, seq: sequence.Sequence, prompt: PreparedPrompt) -> None:
         jobs = [EncodeJob.of(item, seq.adapter, seq.cache_salt) for item in prompt.items]
         seq.media = _media_spans(prompt, jobs)
-        seq.bidirectional_spans = two_way_spans(self._two_way, prompt)
+        seq.bidirectional_spans = two_way_spans(self._two_way, prompt, self._two_way_ids)
+        seq.span_holes = span_holes(self._two_way, prompt, self._two_way_ids)
         seq.keeps_prompt = self._text.runner.keeps_prompt
         self._media[seq.request_id] = _Media({job.key: job for job in jobs})
 

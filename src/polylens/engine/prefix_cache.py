@@ -27,13 +27,17 @@ class PrefixCache:
 
     Pages with no other user are *idle*: they stay until pages are short and go in order of last use. All
     pages of sequences are given back through `release`, which is how the cache sees pages become idle.
-    `salt` separates caches that must not share (for example two base models).
+    `salt` separates caches that must not share (for example two base models). text_needs_connector: whether the
+    connector takes part in text too, so that adapters which change it do not share the base model's pages.
     """
 
-    def __init__(self, page_tokens: int, allocator: PageAllocator, salt: str = "") -> None:
+    def __init__(
+        self, page_tokens: int, allocator: PageAllocator, salt: str = "", *, text_needs_connector: bool = False
+    ) -> None:
         self._page_tokens = page_tokens
         self._allocator = allocator
         self._salt = salt
+        self._text_needs_connector = text_needs_connector
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._language_of: dict[int, str] = {}
@@ -118,7 +122,9 @@ class PrefixCache:
         return digests[:count]
 
     def _root(self, seq: Sequence) -> bytes:
-        return hashlib.sha256(_text(self._salt) + _text(seq.cache_salt) + _text(_language(seq))).digest()
+        connector = seq.adapter.vision_digest if self._text_needs_connector and seq.adapter is not None else ""
+        parts = (self._salt, seq.cache_salt, _language(seq), connector)
+        return hashlib.sha256(b"".join(map(_text, parts))).digest()
 
     def _outside_spans(self, seq: Sequence, num_pages: int) -> int:
         """The most pages, up to `num_pages`, that do not end inside a bidirectional span."""

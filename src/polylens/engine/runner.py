@@ -69,7 +69,8 @@ class Runner:
             slots_c = self._kv.slots(entry.seq.page_table, 0, entry.stop)
             stop_row = start_row + entry.num_tokens
             seq = entry.seq
-            rows.append(SequenceRows(start_row, stop_row, slots_c, seq.bidirectional_spans, seq.num_prompt_tokens))
+            spans, num_prompt = seq.bidirectional_spans, seq.num_prompt_tokens
+            rows.append(SequenceRows(start_row, stop_row, slots_c, spans, num_prompt, seq.span_holes))
             writes.append(slots_c[entry.start :])
             start_row = stop_row
         return RaggedBatch(
@@ -77,6 +78,7 @@ class Runner:
             torch.cat(writes),
             self._kv,
             self._text.two_way_in_windows_only,
+            self._text.two_way_beyond_windows,
             carried=self._carried(entries),
             only_rows=self._context.only_rows,
             wanted=[row.stop - 1 for row, entry in zip(rows, entries, strict=True) if entry.samples],

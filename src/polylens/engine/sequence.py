@@ -68,7 +68,8 @@ class Sequence:
     the logits of the token after it; so a running sequence that decodes has one token left to compute.
 
     media: sorted by start, not overlapping. bidirectional_spans: sorted (start, stop) runs of prompt
-    positions that see each other and so must be computed in one chunk. positions, position_delta: the
+    positions that see each other and so must be computed in one chunk; span_holes: runs within them that do not.
+    positions, position_delta: the
     prompt's position ids as the model border makes them, and what is added to the index of a generated token
     to get its position. cached_tokens: prompt tokens found in the prefix cache at the first admission.
     cache_salt: part of the keys under which the prefix cache keeps its pages.
@@ -85,6 +86,7 @@ class Sequence:
     cache_salt: str = ""
     media: tuple[MediaSpan, ...] = ()
     bidirectional_spans: tuple[tuple[int, int], ...] = ()
+    span_holes: tuple[tuple[int, int], ...] = ()
     positions: torch.Tensor | None = None
     position_delta: float = 0
     keeps_prompt: bool = False

@@ -78,7 +78,8 @@ class RoutingContext:
 
     @contextmanager
     def text(self, token_segments: Sequence[Segment], head_segments: Sequence[Segment] | None = None) -> Iterator[None]:
-        """Route a text forward: language layers see the tokens' rows, the head layer its own.
+        """Route a text forward: language layers (and connectors, should they be called) see the tokens' rows, the
+        head layer its own.
 
         Both are as `routing.segments` makes them, base rows included. head_segments None: the head layer
         sees the tokens' rows too.
@@ -236,7 +237,7 @@ class _TextRouting:
 
 
 def _check_text_call(spec: LayerSpec, rows: int, routed: Segments) -> None:
-    if spec.component is not Component.LANGUAGE_MODEL:
+    if spec.component is Component.VISION_TOWER:  # a connector may embed some tokens (`FamilyNotes.embed`)
         raise RowRuleError(f"layer {spec.name}: a layer of the {spec.component.value} was called in a text step")
     if rows != num_rows(routed):
         raise RowRuleError(

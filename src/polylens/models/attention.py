@@ -33,8 +33,8 @@ ATTENTION_NAME = "polylens_ragged"
 PROMPT_KEPT = "reference_sliding_attention"
 """transformers' kind of layers that see a window of generated tokens, and all of the prompt (Unlimited-OCR)."""
 
-# Arguments some families pass that change the result and that are not served yet.
-_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+# Tensors that change nothing here: attention is told of a sequence's rows by the batch.
+_UNUSED_TENSORS = frozenset({"position_ids", "cache_position", "mm_token_type_ids", "token_type_ids"})
 
 
 class KeysWrittenError(Exception):
@@ -59,11 +59,13 @@ class Reach:
     """How far back a layer sees: the last `window` tokens, or its own chunk of `chunk` tokens (None: everything).
 
     keeps_prompt: whether the prompt's tokens are seen in any case.
+    spans_whole: the tokens of a span see each other whatever the layer's reach.
     """
 
     window: int | None = None
     chunk: int | None = None
     keeps_prompt: bool = False
+    spans_whole: bool = False
 
     @classmethod
     def of(cls, module: torch.nn.Module, layer: int, window: int | None) -> Reach:
@@ -86,7 +88,10 @@ class Reach:
 
     def seen_by_last(self, rows: SequenceRows) -> torch.Tensor:
         """The store's slots of all tokens that a sequence's last token sees."""
-        first = self.first_seen(rows.num_context - 1)
+        last = rows.num_context - 1
+        first = self.first_seen(last)
+        if self.spans_whole:
+            first = min([first, *(start for start, stop in rows.spans if start <= last < stop)])
         if self.keeps_prompt and first > 0:
             return torch.cat([rows.slots_c[: min(first, rows.num_prompt)], rows.slots_c[first:]])
         return rows.slots_c[first:]
@@ -98,8 +103,8 @@ class SequenceRows:
 
     start, stop: its rows in the flattened batch. slots_c: the store's slots of its whole context, the new
     rows' last. spans: [start, stop) token ranges of the sequence whose tokens see each other in both
-    directions (image blocks); a span that overlaps the new rows lies within the context. num_prompt: how many of
-    the sequence's tokens are its prompt's (the first ones).
+    directions (image blocks), save those in `holes`; a span that overlaps the new rows lies within the context.
+    num_prompt: how many of the sequence's tokens are its prompt's (the first ones).
     """
 
     start: int
@@ -107,6 +112,7 @@ class SequenceRows:
     slots_c: torch.Tensor
     spans: tuple[tuple[int, int], ...] = ()
     num_prompt: int = 0
+    holes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +131,8 @@ class SequenceRows:
 class RaggedBatch:
     """One text step: its sequences and where their keys and values go. Masks are shared by layers of one reach.
 
-    spans_in_windows_only: whether only sliding-window layers look both ways within spans. carried: each sequence's
+    spans_in_windows_only: whether only sliding-window layers look both ways within spans. spans_beyond_windows:
+    whether tokens of a span see each other however far apart they are. carried: each sequence's
     state, for models whose layers carry one (`recurrent`). only_rows: opened around calls that see only these
     [start, stop) ranges of the rows. kernels: compiled ones for sequences that decode, if there are any. wanted: the
     rows whose hidden states are read afterwards, each the last of a sequence (None: all); only_wanted: set where those
@@ -136,6 +143,7 @@ class RaggedBatch:
     write_slots_t: torch.Tensor
     store: KVStore
     spans_in_windows_only: bool = False
+    spans_beyond_windows: bool = False
     carried: Sequence[CarriedState] = ()
     only_rows: Callable[[Sequence[tuple[int, int]]], AbstractContextManager[Any]] = nullcontext
     kernels: Kernels | None = None
@@ -178,10 +186,14 @@ def ragged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     polylens_batch: RaggedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, h, t, e), key and value (1, g, t, e) -> (1, t, h, e), each sequence attending to its own context."""
+    """query (1, h, t, e), key and value (1, g, t, e) -> (1, t, h, e), each sequence attending to its own context.
+
+    softcap: largest size of a score; scores are brought below it smoothly (Gemma 2).
+    """
     if polylens_batch is None:
         raise InternalError("the text model was called without its ragged batch")
     _refuse_unsupported(kwargs, attention_mask)
@@ -194,13 +206,13 @@ def ragged_attention(
     if (scale := getattr(module, _QUERY_SCALE, None)) is not None:
         query = query * scale(batch.positions_t(query.device))[:, None].to(query.dtype)
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    reach = Reach.of(module, layer, sliding_window)
-    done = _attend_decoding(query, out, batch, source, scaling, reach)
+    reach = replace(Reach.of(module, layer, sliding_window), spans_whole=batch.spans_beyond_windows)
+    done = frozenset() if softcap else _attend_decoding(query, out, batch, source, scaling, reach)
     for index, rows in enumerate(batch.sequences):
         if index in done:
             continue
         q = query[:, :, rows.start : rows.stop]
-        attended = _attend(q, key, value, batch, index, source, scaling, reach)
+        attended = _attend(q, key, value, batch, index, source, scaling, reach, softcap)
         out[:, rows.start : rows.stop] = attended.transpose(1, 2)
     return out, None
 
@@ -244,6 +256,7 @@ def _attend(
     layer: int,
     scaling: float | None,
     reach: Reach,
+    softcap: float | None,
 ) -> torch.Tensor:
     """One sequence's attention: (1, h, n, e) queries -> (1, h, n, e)."""
     rows = batch.sequences[index]
@@ -259,10 +272,32 @@ def _attend(
         spans = () if batch.spans_in_windows_only and reach.window is None else rows.spans
         batch.masks[cache_key] = attention_mask_nc(replace(rows, spans=spans), reach, q.device)
     mask = batch.masks[cache_key]
+    if softcap:
+        return _capped_attention(q, k, v, mask, scaling, softcap)
     causal = mask is None and rows.num_rows > 1
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def _capped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask_nc: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """As scaled_dot_product_attention, which knows no cap; mask None: causal, the last query sees all keys."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask_nc is None:
+        n, c = scores.shape[-2:]
+        mask_nc = torch.ones(n, c, dtype=torch.bool, device=q.device).tril(c - n)
+    scores = scores.masked_fill(~mask_nc, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def attention_mask_nc(rows: SequenceRows, reach: Reach, device: torch.device) -> torch.Tensor | None:
@@ -279,20 +314,34 @@ def attention_mask_nc(rows: SequenceRows, reach: Reach, device: torch.device) ->
         return None
     q_pos = torch.arange(first, c, device=device)[:, None]
     k_pos = torch.arange(c, device=device)[None]
-    mask = k_pos <= q_pos
+    causal, near = k_pos <= q_pos, _near(q_pos, k_pos, reach, rows.num_prompt)
+    together = torch.zeros_like(causal)
     for a, b in spans:
-        mask = mask | ((q_pos >= a) & (q_pos < b) & (k_pos >= a) & (k_pos < b))
+        together |= (q_pos >= a) & (q_pos < b) & (k_pos >= a) & (k_pos < b)
+    together &= ~(_within(q_pos, rows.holes) | _within(k_pos, rows.holes))
+    return (causal & near) | together if reach.spans_whole else (causal | together) & near
+
+
+def _near(q_pos: torch.Tensor, k_pos: torch.Tensor, reach: Reach, num_prompt: int) -> torch.Tensor:
+    near = torch.ones(q_pos.shape[0], k_pos.shape[1], dtype=torch.bool, device=q_pos.device)
     if reach.window is not None:
-        near = k_pos > q_pos - reach.window
-        mask = mask & (near | (k_pos < rows.num_prompt) if reach.keeps_prompt else near)
+        in_window = k_pos > q_pos - reach.window
+        near &= in_window | (k_pos < num_prompt) if reach.keeps_prompt else in_window
     if reach.chunk is not None:
-        mask = mask & (k_pos // reach.chunk == q_pos // reach.chunk)
-    return mask
+        near &= k_pos // reach.chunk == q_pos // reach.chunk
+    return near
+
+
+def _within(positions: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    found = torch.zeros_like(positions, dtype=torch.bool)
+    for start, stop in ranges:
+        found = found | ((positions >= start) & (positions < stop))
+    return found
 
 
 def _refuse_unsupported(kwargs: dict[str, Any], attention_mask: torch.Tensor | None) -> None:
     if attention_mask is not None:
         raise InternalError("transformers built an attention mask for the ragged text model")
-    for name in _UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(name) is not None:
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and name not in _UNUSED_TENSORS:
             raise ModelLoadError(f"this model's text attention uses {name!r}, which polylens does not serve yet")

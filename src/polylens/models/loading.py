@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationMixin,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -76,6 +83,13 @@ class LoadedModel:
     def two_way(self) -> TwoWay:
         """Which tokens of a prompt see later ones."""
         return self.notes.two_way if self.notes.two_way_when(self.config.get_text_config()) else TwoWay.NONE
+
+    @property
+    def two_way_ids(self) -> frozenset[int]:
+        """Ids of the tokens that the block of all images is made of, if there is one."""
+        if self.two_way is not TwoWay.ALL_IMAGES:
+            return frozenset()
+        return frozenset(self.processing.processor.image_token_ids)
 
     @property
     def head(self) -> nn.Module:
@@ -168,19 +182,25 @@ def _answering_part(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def is_text_only(config: PreTrainedConfig) -> bool:
     """Whether a config is of a language model without an encoder."""
-    return type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return not config.sub_configs  # Mistral 4 is there only
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' class that loads the model of `config`."""
-    return AutoModelForCausalLM if is_text_only(config) else AutoModelForImageTextToText
+    is_listed_so = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if is_text_only(config) and not is_listed_so else AutoModelForImageTextToText
 
 
 def load_processor(source: str, config: PreTrainedConfig, *, trust_remote_code: bool) -> Any:
     """The model's processor; of a language model its tokenizer in a processor's form."""
     if is_text_only(config):
         return TextOnlyProcessor(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
-    return AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
+    processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if getattr(processor, "image_processor", None) is None:
+        raise ModelLoadError(f"{source!r} is a {config.model_type!r} model, whose processor takes no pictures")
+    return processor
 
 
 def _check_transformers() -> None:
@@ -249,6 +269,11 @@ def _check_config(config: PreTrainedConfig, source: str) -> None:
         raise ModelLoadError(f"{source!r} is a {config.model_type!r} model, which does not generate text")
     if (reason := notes_for(config.model_type).refused) is not None:
         raise ModelLoadError(f"{source!r} is a {config.model_type!r} model: {reason}")
+    if model_class is not None and not issubclass(model_class, GenerationMixin):
+        raise ModelLoadError(
+            f"{source!r} is a {config.model_type!r} model, which does not generate text token by token, the only way "
+            "that polylens serves"
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelLoadError(
             f"{source!r} is quantised; polylens needs 16- or 32-bit weights. A QLoRA adapter can be "

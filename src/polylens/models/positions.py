@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from polylens.models.families import TwoWay
 from polylens.models.prepared import PreparedPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from polylens.models.prepared import ProcessedItem
 
@@ -48,13 +49,35 @@ def position_rows(inner: Any) -> int:
     return positions.shape[0]
 
 
-def two_way_spans(two_way: TwoWay, prompt: PreparedPrompt) -> tuple[tuple[int, int], ...]:
-    """Sorted (start, stop) ranges of the prompt's tokens that see each other in both directions."""
+Ranges = tuple[tuple[int, int], ...]
+"""Sorted (start, stop) ranges of tokens."""
+
+
+def two_way_spans(two_way: TwoWay, prompt: PreparedPrompt, block_ids: Collection[int] = ()) -> Ranges:
+    """Ranges of the prompt's tokens that see each other in both directions.
+
+    block_ids: of the tokens that do where it is those of all images; the one range has others between, `span_holes`.
+    """
     if two_way is TwoWay.PROMPT:
         return ((0, len(prompt.token_ids)),)
     if two_way is TwoWay.IMAGES:
         return tuple(sorted((start, start + n) for slot in prompt.slots for start, n in slot.positions))
+    if two_way is TwoWay.ALL_IMAGES and prompt.items:
+        blocks = _runs_of(prompt.token_ids, block_ids)
+        return ((blocks[0][0], blocks[-1][1]),)
     return ()
+
+
+def span_holes(two_way: TwoWay, prompt: PreparedPrompt, block_ids: Collection[int]) -> Ranges:
+    """Ranges within the spans whose tokens see earlier ones only, and are seen by later ones only."""
+    if two_way is not TwoWay.ALL_IMAGES or not prompt.items:
+        return ()
+    return tuple((stop, start) for (_, stop), (start, _) in pairwise(_runs_of(prompt.token_ids, block_ids)))
+
+
+def _runs_of(token_ids: Sequence[int], wanted: Collection[int]) -> list[tuple[int, int]]:
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *(t in wanted for t in token_ids), False])) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _token_types(prompt: PreparedPrompt) -> torch.Tensor:

@@ -62,8 +62,9 @@ def copy_for_probe(
     kept = cut_tower(config, list_lengths) if is_big else None
     if is_big:
         _cut_sounds(config)
-    attention = _tower_attention(model)
-    small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    config._attn_implementation = _tower_attention(model)
+    config.get_text_config()._attn_implementation = None  # its default: it may have no other (Gemma 2)
+    small = type(model)._from_config(config, dtype=torch.float32)
     small = small.to(device_for_copy(model)).eval().requires_grad_(False)
     small_layers = model_layers(small)
     randomise(small, small_layers)
@@ -134,6 +135,8 @@ def randomise(model: nn.Module, layers: ModelLayers) -> None:
         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
         if parameter.dim() < 2:
             parameter.add_(noise * _NOISE_OF_VECTORS)
+            continue
+        if parameter.numel() == 0:  # of a text model that was shrunk
             continue
         fan_in = parameter.shape[0] if name in matmul else _fan_in(parameter)
         parameter.copy_(noise * (_WEIGHT_GAIN / fan_in**0.5))

@@ -49,6 +49,8 @@ def cut_tower(config: PreTrainedConfig, list_lengths: Collection[int]) -> tuple[
         setattr(owner, name, new[0] if isinstance(layers, int) else type(layers)(new))
     if pairs := getattr(config, _FEATURE_PAIRS, None):
         setattr(config, _FEATURE_PAIRS, [(_feature_layer(layer, kept, depth), text) for layer, text in pairs])
+    for owner, blocks in _feature_blocks(config):
+        owner.vision_feature_layer = [kept.index(block % depth) for block in blocks]
     for owner in _with_block_before(config):
         setattr(owner, _BLOCK_BEFORE, kept.index(getattr(owner, _BLOCK_BEFORE)))
     return tuple(kept)
@@ -61,6 +63,7 @@ def _blocks_to_keep(config: PreTrainedConfig, depth: int, list_lengths: Collecti
     taken = [layer for _, _, layers in _feature_layers(config) for layer in _as_list(layers)]
     taken += [layer for layer, _ in getattr(config, _FEATURE_PAIRS, None) or ()]
     before = [getattr(owner, _BLOCK_BEFORE) for owner in _with_block_before(config)]
+    before += [block % depth for _, blocks in _feature_blocks(config) for block in blocks]
     for block in (*(_block_of(layer, depth) for layer in taken), *before):
         kept |= {block, block + 1} & set(range(depth))  # the next one has no effect if no later one is taken
     return sorted(kept)
@@ -90,6 +93,13 @@ def _feature_layers(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, st
     owners = (config, config.vision_config)
     found = [(owner, name, getattr(owner, name, None)) for owner in owners for name in _FEATURE_LAYERS]
     return [(owner, name, layers) for owner, name, layers in found if layers is not None]
+
+
+def _feature_blocks(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, list[int]]]:
+    """Blocks whose outputs are taken as features, with the config that numbers them so (Molmo 2's adapter)."""
+    owner = getattr(config, "adapter_config", None)
+    blocks = getattr(owner, "vision_feature_layer", None)
+    return [] if owner is None or blocks is None else [(owner, list(blocks))]
 
 
 def _as_list(layers: int | list[int] | tuple[int, ...]) -> list[int]:

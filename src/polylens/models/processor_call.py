@@ -286,7 +286,10 @@ class _CallTokenizer:
         if as_tensors:
             return _Ids(input_ids=torch.tensor(ids), attention_mask=torch.tensor(masks))
         flat = isinstance(text, str)
-        return _Ids(input_ids=ids[0] if flat else ids, attention_mask=masks[0] if flat else masks)
+        found = {"input_ids": ids, "attention_mask": masks}
+        if options.get("return_token_type_ids"):  # PaliGemma's processor: 0 is what sees itself both ways
+            found["token_type_ids"] = [[0] * len(one) for one in ids]
+        return _Ids({name: lists[0] if flat else lists for name, lists in found.items()})
 
 
 _AS_LISTS = {"return_tensors": None}

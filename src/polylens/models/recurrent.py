@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from polylens.errors import InternalError, ModelLoadError
 from polylens.models.attention import RaggedBatch, SequenceRows
@@ -70,6 +70,11 @@ def wrap_mixers(text: nn.Module) -> int:
 
 def _carries_state(kind: str) -> bool:
     return issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), LinearAttentionCacheLayerMixin)
+
+
+def attends_and_carries_state(kind: str) -> bool:
+    """Whether layers of the kind keep keys and values beside their state."""
+    return _carries_state(kind) and issubclass(DYNAMIC_LAYER_TYPE_MAPPING[kind], DynamicLayer)
 
 
 def _mixer(layer: nn.Module, index: int, kind: str) -> nn.Module:

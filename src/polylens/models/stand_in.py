@@ -72,8 +72,8 @@ def stand_in(model: PreTrainedModel, *, narrow: bool = True) -> PreTrainedModel:
 
 
 def _build(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    attention = "sdpa" if model._supports_sdpa else "eager"  # any of them takes float32
-    small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    # None: each part of the model takes its default, which takes float32.
+    small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=None)
     small = small.to(device_for_copy(model)).eval().requires_grad_(False)
     randomise(small, model_layers(small))
     return small

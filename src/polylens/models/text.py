@@ -86,11 +86,14 @@ class TextRunner:
             text_config = loaded.config.get_text_config()
             self._padding_id = 0 if loaded.notes.media_embed_as_first else text_config.pad_token_id
             self._placeholders_p = _placeholders(loaded.config).to(loaded.device)
+        self._features_are_added = loaded.notes.features_are_added
+        self._inner, self._further = loaded.inner, loaded.notes.embed
         self._arguments = loaded.notes.text_arguments or deepstack_arguments
         never = loaded.notes.never_answered
         self._never_answered = None if never is None else torch.tensor(never(loaded.config), device=loaded.device)
         self.device = loaded.device
         self.two_way_in_windows_only = loaded.notes.two_way_in_windows_only
+        self.two_way_beyond_windows = loaded.notes.two_way_beyond_windows
         self.carries_state = make_ragged(loaded) > 0
         self.keeps_prompt = PROMPT_KEPT in (getattr(loaded.config.get_text_config(), "layer_types", None) or ())
 
@@ -101,18 +104,18 @@ class TextRunner:
     def _ids_to_embed(self, token_ids_t: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
         """Without those that features replace: a media token's own id may lie outside the vocabulary (Gemma 3)."""
         ids_t = token_ids_t
-        if media is not None:
+        if media is not None and not self._features_are_added:
             ids_t = ids_t.index_fill(0, media.rows_t.to(ids_t.device), self._padding_id)
         if self._placeholders_p is not None:
             ids_t = torch.where(torch.isin(ids_t, self._placeholders_p), self._padding_id, ids_t)
         return ids_t
 
     def _with_features(self, x_td: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
-        """(t, d) embeddings with the media rows replaced by their features."""
+        """(t, d) embeddings with the media rows replaced by their features, or these added."""
         if media is None:
             return x_td
-        x_td = x_td.clone()
-        x_td[media.rows_t] = media.features_td.to(x_td.dtype)
+        x_td, features = x_td.clone(), media.features_td.to(x_td.dtype)
+        x_td[media.rows_t] = x_td[media.rows_t] + features if self._features_are_added else features
         return x_td
 
     def forward(
@@ -120,7 +123,10 @@ class TextRunner:
     ) -> torch.Tensor:
         """(t,) ids -> (s, d) hidden states of the rows that the batch wants. positions: (rows, t)."""
         ids_t = self._ids_to_embed(token_ids_t, media)
-        x_td = self._with_features(self._embed(ids_t), media)
+        x_td = self._embed(ids_t)
+        if self._further is not None:
+            x_td = self._further(self._inner, ids_t, x_td)
+        x_td = self._with_features(x_td, media)
         output = self._text(
             inputs_embeds=x_td[None],
             position_ids=positions[:, None] if positions.shape[0] > 1 else positions,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from polylens.models.components import text_model
 from polylens.models.families import FAMILIES, notes_for
+from polylens.models.recurrent import attends_and_carries_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +25,8 @@ def why_hosted(model: PreTrainedModel) -> str | None:
         return "its text model chooses which earlier tokens each one sees (sparse attention)"
     if any(_is_cross_attention(name, module) for name, module in text_model(model).named_modules()):
         return "its text model attends to pictures in layers of its own (cross-attention)"
+    if any(map(attends_and_carries_state, getattr(text, "layer_types", None) or ())):
+        return "its text layers both attend and carry a state"
     if by_length := _rope_types(text_model(model)) & _ROPE_BY_LENGTH:
         return f"its rotary positions ({min(by_length)}) depend on the other sequences of a batch"
     return notes_for(model.config.model_type).hosted

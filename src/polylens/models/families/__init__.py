@@ -12,6 +12,7 @@ from polylens.models.families import (
     florence2,
     frames,
     fuyu,
+    gemma3n,
     gemma4,
     git,
     got_ocr2,
@@ -21,6 +22,7 @@ from polylens.models.families import (
     llama4,
     llava_onevision,
     minicpmv4_6,
+    molmo2,
     ovis2,
     perception_lm,
     unlimited_ocr,
@@ -63,6 +65,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "deepseek_vl": FamilyNotes(),
     "deepseek_vl_hybrid": FamilyNotes(),
+    "evolla": FamilyNotes(refused="its processor takes proteins, no pictures"),
     "exaone4_5": FamilyNotes(),
     "fast_vlm": FamilyNotes(),
     "florence2": FamilyNotes(
@@ -75,12 +78,24 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         matmul_parameters=("mm_input_projection_weight",),
         two_way=TwoWay.IMAGES,
     ),
+    "gemma3n": FamilyNotes(
+        embed=gemma3n.embed,
+        text_arguments=gemma3n.text_arguments,
+        not_adaptable={r"hard_embedding_norm$": "the norm of the tokens that bound pictures and sounds"},
+    ),
     "gemma4": FamilyNotes(
         two_way=TwoWay.IMAGES,
         two_way_in_windows_only=True,
         two_way_when=gemma4.sees_both_ways,
         media_embed_as_padding=True,
         text_arguments=gemma4.text_arguments,
+        processor=ProcessorNotes(dropped_inputs=("num_soft_tokens_per_image", "num_soft_tokens_per_video")),
+    ),
+    "gemma4_unified": FamilyNotes(
+        two_way=TwoWay.IMAGES,  # in all layers, as transformers' forward has it (the mask for its static cache differs)
+        two_way_beyond_windows=True,
+        two_way_when=gemma4.sees_both_ways,
+        media_embed_as_padding=True,
         processor=ProcessorNotes(dropped_inputs=("num_soft_tokens_per_image", "num_soft_tokens_per_video")),
     ),
     "git": FamilyNotes(
@@ -156,6 +171,12 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "minicpmv4_7": FamilyNotes(collate=minicpmv4_6.concat_strips),
     "mistral3": FamilyNotes(),
     "mllama": FamilyNotes(),
+    "molmo2": FamilyNotes(
+        two_way=TwoWay.ALL_IMAGES,
+        features_are_added=True,
+        collate=molmo2.concat_crops,
+        processor=ProcessorNotes(dropped_inputs=("image_num_crops",)),
+    ),
     "muse_glimmer": FamilyNotes(media_embed_as_first=True),
     "muse_spark": FamilyNotes(media_embed_as_first=True),
     "ovis2": FamilyNotes(
@@ -164,6 +185,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "paddleocr_vl": FamilyNotes(),
     "paligemma": FamilyNotes(
         two_way=TwoWay.PROMPT,
+        two_way_beyond_windows=True,
         first_position=1,
         processor=ProcessorNotes(chat_template=plain_template("PaliGemma", "<image>")),
     ),
@@ -193,6 +215,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "smolvlm": FamilyNotes(),
     "step3p7": FamilyNotes(),
+    "t5gemma2": FamilyNotes(processor=ProcessorNotes(chat_template=plain_template("T5Gemma 2", "<start_of_image>"))),
     "unlimited_ocr": FamilyNotes(
         encode=unlimited_ocr.encode, processor=ProcessorNotes(listed_inputs=unlimited_ocr.LISTS)
     ),

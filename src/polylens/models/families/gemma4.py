@@ -1,4 +1,4 @@
-"""Gemma 4 and 3n: a second embedding of the tokens, of which every layer takes its part."""
+"""Gemma 4: a second embedding of the tokens, of which every layer takes its part."""
 
 from __future__ import annotations
 

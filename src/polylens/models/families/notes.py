@@ -27,6 +27,8 @@ class TwoWay(StrEnum):
     """Plain causal attention."""
     IMAGES = "images"
     """The tokens of one image see each other."""
+    ALL_IMAGES = "all images"
+    """The tokens of all images see each other, those that bound images and their rows among them."""
     PROMPT = "prompt"
     """The whole prompt is one block."""
 
@@ -37,6 +39,8 @@ Encode = Callable[[Any, MediaKind, Mapping[str, Tensor]], Any]
 """(the model without its head, kind, batch) -> the encoder's output, as `read_features` takes it."""
 ReadFeatures = Callable[[Any, Sequence[int]], "list[ItemFeatures]"]
 """(the encoder's output, media tokens of each item) -> features of each item. Raises InternalError on other counts."""
+Embed = Callable[[Any, Tensor, Tensor], Tensor]
+"""(the model without its head, (t,) token ids, (t, d) their rows of the embedding) -> (t, d) what they embed as."""
 TextArguments = Callable[["TextStep"], dict[str, Any]]
 """Further keyword arguments of the text model for one step."""
 
@@ -124,12 +128,16 @@ class FamilyNotes:
 
     matmul_parameters: names of bare 2-D parameters (in, out) that act as linear layers, y = x W.
     two_way, two_way_in_windows_only: see `TwoWay`; the latter where only sliding-window layers look both ways.
+    two_way_beyond_windows: whether tokens that see each other do so however far apart they are, sliding windows or not.
     two_way_when: whether `two_way` holds for a text model's config.
     first_position: position of a prompt's first token, for families without `get_rope_index`.
     collate, encode, read_features: how items become an encoder batch and its output their features; None: the
     defaults of `encoder`.
+    features_are_added: whether features are added to the embeddings of media tokens, which they replace elsewhere.
     media_embed_as_padding: whether media tokens without features, which a model may generate, count as padding.
     media_embed_as_first: whether they count as the vocabulary's first token.
+    embed: for models with a further table for some tokens; its layers, which the encoder has too, then belong to a
+    prompt's text as well.
     prepare_text: changes to the text model that the ragged batch needs, made once at load; None: none.
     text_arguments: what the text model is given beside embeddings and positions; None: deepstack features, if any.
     not_adaptable: layer-name patterns (`re.search`) and what such layers are, for a refusal: those whose rows the
@@ -143,13 +151,16 @@ class FamilyNotes:
     matmul_parameters: tuple[str, ...] = ()
     two_way: TwoWay = TwoWay.NONE
     two_way_in_windows_only: bool = False
+    two_way_beyond_windows: bool = False
     two_way_when: Callable[[Any], bool] = _always
     first_position: int = 0
     collate: Collate = pad_and_concat
     encode: Encode = get_features
     read_features: ReadFeatures | None = None
+    features_are_added: bool = False
     media_embed_as_padding: bool = False
     media_embed_as_first: bool = False
+    embed: Embed | None = None
     prepare_text: Callable[[Any], None] | None = None
     text_arguments: TextArguments | None = None
     not_adaptable: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,64 @@
+"""Families of 2025 and 2026 with oddities of their own, each in the smallest form that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.families import (
+    gemma4,
+    gemma4_unified,
+    inkling,
+    minimax_m3_vl,
+    mistral,
+    molmo2,
+    paligemma,
+    pixtral,
+)
+from tests.families.recipes import Family
+
+RECENT: Mapping[str, Family] = {
+    "gemma4_unified": Family(
+        gemma4.gemma4_tokenizer,
+        gemma4_unified.gemma4_unified_processor,
+        gemma4_unified.gemma4_unified,
+        ("<eos>", "<turn|>"),
+        takes_videos=True,
+    ),
+    "mistral3_mistral4": Family(
+        pixtral.pixtral_tokenizer, pixtral.mistral3_processor, mistral.mistral3_mistral4, ("</s>",)
+    ),
+    "molmo2": Family(
+        molmo2.molmo2_tokenizer,
+        molmo2.molmo2_processor,
+        molmo2.molmo2,
+        ("<|im_end|>", "<|endoftext|>"),
+        takes_videos=True,
+        mixes_kinds=False,
+        several_videos=False,
+    ),
+    "paligemma2": Family(
+        paligemma.paligemma_tokenizer,
+        paligemma.paligemma_processor,
+        paligemma.paligemma2,
+        ("<eos>",),
+        needs_picture=True,
+        takes_turns=False,
+    ),
+}
+"""By `config.model_type`; PaliGemma 2 has its elder's, Mistral Small 4 Mistral 3's."""
+
+RECENT_HOSTED: Mapping[str, Family] = {
+    "inkling2": Family(inkling.inkling_tokenizer, inkling.inkling2_processor, inkling.inkling2, (inkling.EOS,)),
+    "inkling2_loop": Family(
+        inkling.inkling_tokenizer, inkling.inkling2_processor, inkling.inkling2_loop, (inkling.EOS,)
+    ),
+    "minimax_m3_vl": Family(
+        minimax_m3_vl.minimax_tokenizer,
+        minimax_m3_vl.minimax_m3_vl_processor,
+        minimax_m3_vl.minimax_m3_vl,
+        ("[e~[",),
+        takes_videos=True,
+    ),
+    "mistral_large4": Family(pixtral.pixtral_tokenizer, pixtral.mistral3_processor, mistral.mistral_large4, ("</s>",)),
+}
+"""Those that transformers' own generation runs."""
