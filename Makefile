@@ -1,6 +1,6 @@
 # make demo: install into .venv and run the main job on the embedded model
 # make test: install into .venv and run lint, type check and the CI set of tests
-# The tests inside vLLM have an environment of their own, made once a machine (2 GB); POLYLENS_VLLM_PYTHON names another
+# The tests inside vLLM have an environment of their own, made once a machine (3.5 GB); POLYLENS_VLLM_PYTHON names another
 # one, or none if it is empty: these tests are then skipped.
 PYTHON ?= python3
 VENV ?= .venv

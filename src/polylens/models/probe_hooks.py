@@ -169,19 +169,24 @@ def _as_patches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[to
 
 @contextmanager
 def _hooked(layer: ProbeLayer, change: Change) -> Iterator[None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
-        if isinstance(y, tuple):
-            return (hook(module, args, kwargs, y[0]), *y[1:])
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+        y, *others = given if isinstance(given, tuple) else (given,)
         x = args[0] if args else next(iter(kwargs.values()))
-        if layer.spec.kind is LayerKind.NORM and not _is_row_norm(layer, x, y):
-            return y  # as if it were never called: it counts as out of reach
+        if layer.spec.kind is LayerKind.NORM:
+            # One that adds before it norms returns the sum as well, and may have written over what it was given.
+            x = others[0] if others else x
+            if not _is_row_norm(layer, x, y):
+                return given  # as if it were never called: it counts as out of reach
         if layer.spec.kind is LayerKind.CONV:
             x_npi, y_npo = _as_patches(layer.module, x, y)
             if is_strip(layer.weight.shape[2:], x.shape):  # its patches are the rows
                 y_pno = change(layer.name, x_npi.transpose(0, 1), y_npo.transpose(0, 1))
-                return y_pno.permute(1, 2, 0).reshape(y.shape)
-            return change(layer.name, x_npi, y_npo).transpose(1, 2).reshape(y.shape)
-        return change(layer.name, x, y)
+                y = y_pno.permute(1, 2, 0).reshape(y.shape)
+            else:
+                y = change(layer.name, x_npi, y_npo).transpose(1, 2).reshape(y.shape)
+        else:
+            y = change(layer.name, x, y)
+        return (y, *others) if isinstance(given, tuple) else y
 
     handle = layer.module.register_forward_hook(hook, with_kwargs=True)
     try:

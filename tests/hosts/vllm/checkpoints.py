@@ -146,6 +146,9 @@ OF_FAMILY: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds that only some families have layers for."""
 
+WITHOUT: Mapping[str, tuple[str, ...]] = {"idefics3": ("tower saved",)}
+"""Kinds that, as they are made, find no layers in a family."""
+
 TIED_HEAD = ("gemma3",)
 """Families whose head is the embedding, so that PEFT cannot merge a change of one of them alone."""
 
@@ -183,7 +186,7 @@ def prepare(family: str, folder: Path, *, short: bool = False) -> None:
         path = None if adapter is None else folder / adapter
         given = merged_reference(model, path, messages(kind, index), NUM_TOKENS, ignore_eos=True, without=without)
         answers[adapter or "base", kind, index] = _answer(*given)
-    for kind in () if short else (*SPECIAL, *OF_FAMILY.get(family, ())):
+    for kind in () if short else _kinds(family):
         path = make_special(model, folder / kind.replace(" ", "_"), kind)
         reference = reference_answer if family in TIED_HEAD else partial(merged_reference, ignore_eos=True)
         given = reference(model, path, messages("image", 0), NUM_TOKENS, without=without)
@@ -193,6 +196,10 @@ def prepare(family: str, folder: Path, *, short: bool = False) -> None:
     if family == "qwen3_vl_moe":
         _transpose_experts(model / "model.safetensors")
     torch.save({"kinds": kinds, "answers": answers, "prompts": _prompts(model, kinds)}, folder / "answers.pt")
+
+
+def _kinds(family: str) -> list[str]:
+    return [kind for kind in (*SPECIAL, *OF_FAMILY.get(family, ())) if kind not in WITHOUT.get(family, ())]
 
 
 def _answer(token_ids: list[int], logits: torch.Tensor) -> tuple[list[int], torch.Tensor]:

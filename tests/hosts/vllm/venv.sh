@@ -15,7 +15,7 @@ mkdir -p "$(dirname "$venv")"
 exec 9> "$venv.lock"
 flock 9
 if [ ! -f "$venv/.complete" ]; then
-    echo "making the venv of vLLM in $venv (2 GB, some minutes)" >&2
+    echo "making the venv of vLLM in $venv (3.5 GB, some minutes)" >&2
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "${pins[@]}" >&2
