@@ -14,6 +14,7 @@ import torch
 
 torch.set_num_threads(1)
 
+from tests.families.build import ALL_FAMILIES  # noqa: E402
 from tests.families.fixtures import checkpoint, own_cache_folder  # noqa: E402, F401
 
 
@@ -33,7 +34,8 @@ SHARED_FIXTURES = ("live", "reference", "engine_thread", "engine", "shop")
 def shared_by(item: pytest.Item) -> str | None:
     """A family's checkpoint, adapters and reference answers; a fixture of a module; a server or an engine."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    family = parameters.get("family", parameters.get("bench"))
+    named = [name for name in item.fixturenames if name in ALL_FAMILIES]
+    family = parameters.get("family", parameters.get("bench", *named[:1]))
     if isinstance(family, str):
         return family
     if any(name in SHARED_FIXTURES for name in item.fixturenames):
