@@ -16,7 +16,7 @@ CHECKOUT := $(VENV)/.checkout
 # Runs pytest; where the environment of vLLM cannot be made, says so at the end too.
 define PYTEST
 @vllm=$${POLYLENS_VLLM_PYTHON-$$(PYTHON='$(PYTHON)' tests/hosts/vllm/venv.sh || echo none)}; \
-POLYLENS_VLLM_PYTHON="$${vllm#none}" $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(1); status=$$?; \
+POLYLENS_VLLM_PYTHON="$${vllm#none}" $(BIN)/python -m pytest -n $(TEST_WORKERS) $(1); status=$$?; \
 if [ "$$vllm" = none ]; then \
   echo "NOT RUN: the tests inside vLLM, as its environment could not be made (see the top of this output)" >&2; fi; \
 exit $$status

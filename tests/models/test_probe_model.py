@@ -79,7 +79,6 @@ def is_beyond_features(name: str) -> bool:
     return ".layers.2." in name or name.endswith("post_layernorm")
 
 
-@pytest.mark.xdist_group("gemma3")
 def test_gemma_projector_is_a_probed_parameter(loaded_of: LoadedOf) -> None:
     loaded = loaded_of("gemma3")
     bare = [name for name, spec in loaded.layers.specs.items() if spec.kind is LayerKind.MATMUL]
