@@ -129,7 +129,15 @@ MIXTURE_FAMILIES = ("qwen3_vl_moe", "ernie4_5_vl_moe", "llama4", "aria")
 """Experts with outputs first; two sets of them, for tokens of one kind each; with inputs first, where every token goes
 to all, and where each goes to its own."""
 
-_ALL_KINDS = {**SPECIAL, **INNER_NORMS, **MIXTURES}
+ROUTER_ALONE: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+    "router": lambda model: {
+        "target_modules": ["o_proj"],
+        "target_parameters": [f"{name}.weight" for name in _routers(model)],
+    },
+}
+"""What hosts can apply that cannot change experts."""
+
+_ALL_KINDS = {**SPECIAL, **INNER_NORMS, **MIXTURES, **ROUTER_ALONE}
 
 
 def kinds_of(family: str) -> tuple[str, ...]:

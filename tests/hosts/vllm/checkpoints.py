@@ -142,7 +142,7 @@ SPECIAL = (
 OF_FAMILY: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl": ("head norms",),
     "gemma3": ("head norms",),
-    "qwen3_vl_moe": ("head norms", "experts", "experts saved"),
+    "qwen3_vl_moe": ("head norms", "router", "experts", "experts saved"),
 }
 """Kinds that only some families have layers for."""
 

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from polylens.core import Change, LayerKind, LayerSpec, Replacement
 from polylens.hosts.vllm.norms import NormModule
-from polylens.hosts.vllm.placement import VLLM_NORMS
+from polylens.hosts.vllm.placement import LINEAR_KINDS, VLLM_NORMS
 from polylens.lora.cost import CostModel
 from polylens.lora.kernels import choose_factored
 from polylens.lora.layers import _in_dtype, _Layer, _MatmulOwner
@@ -59,7 +59,7 @@ def wrap_modules(
         spec, rule = specs[name], rules.get(name, RowRule.UNPROVEN)
         if rule in COUNTED_RULES:
             ctx.watch_calls(name, rule)
-        if spec.kind is LayerKind.LINEAR:
+        if spec.kind in LINEAR_KINDS:
             parts[place.path].append(Part(spec, rule, place.start, place.stop))
         elif spec.kind is LayerKind.SHARED:
             path, _, parameter = place.path.rpartition(".")
@@ -157,7 +157,8 @@ def add_changes(
     bias: the module's own. bias_included: whether `y` has it; if not, it is added by who called.
     """
     y = y.contiguous()
-    x_ti, y_to = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    # A router's scores may be in another dtype than what it sees.
+    x_ti, y_to = x.reshape(-1, x.shape[-1]).to(y.dtype), y.view(-1, y.shape[-1])
     for one, rows in routed:
         own = y_to[:, one.start : one.stop]
         plain, special = part(rows)

@@ -88,7 +88,7 @@ class AdaptedModel:
 
     def num_factor_features(self) -> int:
         """Inputs and outputs of all layers that take factors, the embedding aside: a rank costs as many values."""
-        linear = (LayerKind.LINEAR, LayerKind.MATMUL, LayerKind.CONV)
+        linear = (LayerKind.LINEAR, LayerKind.ROUTER, LayerKind.MATMUL, LayerKind.CONV)
         specs = [self._specs[name] for name in self._places if self._specs[name].kind in linear]
         return sum(spec.in_features + spec.out_features for spec in specs)
 

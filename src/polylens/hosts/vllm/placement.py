@@ -22,6 +22,9 @@ from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind, LayerS
 if TYPE_CHECKING:
     from polylens.hosts.vllm.base import BaseModel
 
+LINEAR_KINDS = (LayerKind.LINEAR, LayerKind.ROUTER)
+"""Layers that are y = x Wᵀ + b in vLLM: what chooses a token's experts is one of its linear modules."""
+
 VLLM_NORMS = (RMSNorm, GemmaRMSNorm, LayerNorm)
 """Norms of vLLM's that compute each vector by itself and read their weight when they run."""
 
@@ -146,7 +149,7 @@ def _whole(path: str, module: nn.Module, spec: LayerSpec) -> Place | str:
     shape: tuple[Any, Any]
     if spec.kind is LayerKind.LINEAR and isinstance(module, ParallelLMHead | VocabParallelEmbedding):
         shape = (module.embedding_dim, module.org_vocab_size)
-    elif spec.kind is LayerKind.LINEAR and isinstance(module, LinearBase):
+    elif spec.kind in LINEAR_KINDS and isinstance(module, LinearBase):
         shape = (module.input_size, module.output_size)
     elif spec.kind is LayerKind.LINEAR and isinstance(module, nn.Linear):
         shape = (module.in_features, module.out_features)

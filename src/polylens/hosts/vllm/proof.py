@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NUM_ROWS = 8
 """Outputs compared at each end of a layer."""
 
-PRODUCTS = (LayerKind.LINEAR, LayerKind.CONV)
+PRODUCTS = (LayerKind.LINEAR, LayerKind.ROUTER, LayerKind.CONV)
 """Layers whose module can be run alone on a vector."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
