@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.families import (
+    gemma3n,
     gemma4,
     gemma4_unified,
     inkling,
@@ -17,6 +18,9 @@ from tests.families import (
 from tests.families.recipes import Family
 
 RECENT: Mapping[str, Family] = {
+    "gemma3n": Family(
+        gemma3n.gemma3n_tokenizer, gemma3n.gemma3n_processor, gemma3n.gemma3n, ("<eos>", "<end_of_turn>"), seed=3
+    ),
     "gemma4_unified": Family(
         gemma4.gemma4_tokenizer,
         gemma4_unified.gemma4_unified_processor,

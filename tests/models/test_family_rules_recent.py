@@ -16,6 +16,7 @@ from polylens.models.row_rules import RowRule
 from tests.models.test_probe_model import deepened
 
 RULES: Mapping[str, Mapping[str, RowRule]] = {
+    "gemma3n": {r"audio": RowRule.NO_EFFECT, "": RowRule.TILES},
     "gemma4_unified": {r"audio": RowRule.NO_EFFECT, "": RowRule.TILES},
     "mistral3_mistral4": {r"patch_conv$": RowRule.IMAGES, "": RowRule.PATCHES},
     "molmo2": {r"multi_modal_projector": RowRule.TOKENS, "": RowRule.PATCHES},
