@@ -50,9 +50,10 @@ def test_error_is_like_a_merged_models(family: str, tmp_path: Path) -> None:
         ours[case.adapter].append((torch.stack(answer.logits)[:n] - truth).flatten())
         theirs[case.adapter].append((merged_logits[:n] - truth).flatten())
     ratios = {adapter: (_rms(ours[adapter]) / _rms(theirs[adapter])).item() for adapter in ADAPTERS}
-    if has_experts(folder):
-        # Of one adapter this is 0.8 to 1.5 over seeds, of all together 1.0 to 1.1.
-        ratios = {"all together": (typical(chain(*ours.values())) / typical(chain(*theirs.values()))).item()}
+    if family in FURTHER:
+        # Of one adapter this is 0.6 to 2.9 over seeds and ways of applying it, of all together 1.0 to 1.1.
+        size = typical if has_experts(folder) else _rms
+        ratios = {"all together": (size(chain(*ours.values())) / size(chain(*theirs.values()))).item()}
     assert all(0 < ratio <= MAX_ERROR_RATIO for ratio in ratios.values()), ratios
 
 
@@ -73,5 +74,5 @@ def typical(errors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(errors)).abs().median()
 
 
-def _rms(errors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _rms(errors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(errors)).square().mean().sqrt()
