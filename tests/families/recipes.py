@@ -27,6 +27,8 @@ class Family:
     without a linear layer, "tower" or "connector". one_picture: whether a request has one at most. max_model_len: to be
     given where the config names none. silent_tokens: never answered: where a model answers with a media token,
     transformers puts the first picture's first feature in its place.
+    amplifies_noise: whether differences as small as float32's grow beyond what counts as equal in it; then only deltas
+    fused into the weights are compared, which round as merged weights do.
     """
 
     make_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -44,6 +46,7 @@ class Family:
     lacks: tuple[str, ...] = ()
     one_picture: bool = False
     max_model_len: int | None = None
+    amplifies_noise: bool = False
     silent_tokens: tuple[str, ...] = ()
 
 

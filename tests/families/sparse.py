@@ -37,7 +37,7 @@ from tests.families.tokenizers_and_templates import QWEN3_TEMPLATE, qwen_tokeniz
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 """Latent attention."""
-INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 8}
 """Eight tokens are chosen: fewer than any prompt has."""
 EXPERTS = {
     "n_routed_experts": 4,
@@ -252,6 +252,7 @@ SPARSE: Mapping[str, Family] = {
         ("<|user|>", "<|endoftext|>"),
         takes_videos=True,
         mixes_kinds=False,
+        amplifies_noise=True,
     ),
     "hy_v4_vl": Family(
         qwen_tokenizer, _hy_v4_vl_processor, _hy_v4_vl, ("<|im_end|>", "<|endoftext|>"), takes_videos=True
