@@ -33,6 +33,9 @@ WITHOUT_EFFECT = {
     "deepseek_ocr2": None,
     "video_llava": r"\.layers\.2\.|post_layernorm",
     "vipllava": r"\.layers\.3\.|post_layernorm",
+    "blip-2": None,
+    "instructblip": r"qformer\.encoder\.layer\.1\.(?:intermediate|output)\.",
+    "kosmos-2": None,
 }
 """By family: a pattern of the layers whose output never reaches the features; all others go by tiles."""
 

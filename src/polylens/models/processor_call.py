@@ -182,7 +182,8 @@ class ProcessorCall:
     @property
     def _inputs_key(self) -> str:
         """Of those inputs that the picture alone does not tell."""
-        return "".join(f"|{name}={value.tolist()}" for name, value in self._item_inputs.items())
+        told = {name: value for name, value in self._item_inputs.items() if not name.startswith(PIXEL_PREFIX)}
+        return "".join(f"|{name}={value.tolist()}" for name, value in told.items())
 
     def _item_extras(self, index: int) -> dict[str, torch.Tensor]:
         return {name: torch.as_tensor([values[index]], dtype=torch.float32) for name, values in self._extras.items()}

@@ -11,7 +11,6 @@ from polylens.models.families import (
     ernie4_5_vl_moe,
     florence2,
     frames,
-    fuyu,
     gemma3n,
     gemma4,
     git,
@@ -72,7 +71,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
     ),
     "fuyu": FamilyNotes(
-        processor=ProcessorNotes(chat_template=plain_template("Fuyu", ""), one_picture=True, call=fuyu.call)
+        refused="its tokenizer has a picture's tokens as ordinary pieces of text, which any user could write"
     ),
     "gemma3": FamilyNotes(
         matmul_parameters=("mm_input_projection_weight",),
@@ -124,6 +123,9 @@ FAMILIES: Mapping[str, FamilyNotes] = {
             one_picture=True,
             item_inputs=("qformer_input_ids", "qformer_attention_mask"),
         ),
+    ),
+    "instructblipvideo": FamilyNotes(
+        refused="its processor takes four frames of a video and no pictures, which polylens does not serve"
     ),
     "internvl": FamilyNotes(
         collate=frames.concat_frames,

@@ -1,0 +1,98 @@
+"""Models without a chat template: the form of their documentation, or a template from the caller; what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoProcessor
+
+from polylens import LLM, SamplingParams
+from polylens.config import EngineConfig
+from polylens.errors import ModelLoadError, RequestError
+from polylens.models.loading import load_model
+from polylens.models.processing import Processing
+from tests.families.media import picture, user
+
+CheckpointOf = Callable[[str], Path]
+QUESTION = user(picture(32, 24, 1), "what is it?")
+
+
+@pytest.fixture(scope="module")
+def processing_of(checkpoint: CheckpointOf) -> Callable[[str], Processing]:
+    return lambda family: load_model(checkpoint(family), EngineConfig()).processing
+
+
+def test_a_template_from_the_caller(checkpoint: CheckpointOf) -> None:
+    """It takes the place of none, as of the model's own."""
+    template = (
+        "{% for part in messages[0].content if part.type == 'text' %}Question: {{ part.text }} Answer:{% endfor %}"
+    )
+    loaded = load_model(checkpoint("blip-2"), EngineConfig(), template)
+    ids = loaded.processing.prepare(QUESTION).token_ids
+    assert "Question: what is it? Answer:" in loaded.processing.tokenizer.decode(ids)
+    with LLM(checkpoint("git"), chat_template=template) as llm:
+        assert llm.chat(QUESTION, sampling=SamplingParams(max_tokens=1, ignore_eos=True)).token_ids
+
+
+def test_a_template_with_a_mistake_is_one_line(checkpoint: CheckpointOf) -> None:
+    with pytest.raises(ModelLoadError, match=r"the chat template of .* cannot be used"):
+        load_model(checkpoint("blip-2"), EngineConfig(), "{% for")
+
+
+def test_a_picture_without_text(processing_of: Callable[[str], Processing]) -> None:
+    """Captioning: nothing but the picture's tokens and those that begin a text."""
+    prompt = processing_of("blip-2").prepare(user(picture(32, 24, 1)))
+    assert len(prompt.token_ids) == prompt.items[0].num_tokens + 1
+
+
+@pytest.mark.parametrize("family", ["blip-2", "git"])
+def test_several_pictures_where_one_is_taken(family: str, processing_of: Callable[[str], Processing]) -> None:
+    with pytest.raises(RequestError, match="takes one picture in a request, got 2"):
+        processing_of(family).prepare(user(picture(8, 8), picture(8, 8, 1), "which?"))
+
+
+def test_what_a_picture_says_depends_on_the_question(processing_of: Callable[[str], Processing]) -> None:
+    """InstructBLIP's queries read it: features of one question are not those of another."""
+    prepare = processing_of("instructblip").prepare
+    one, other, again = (
+        prepare(user(picture(32, 24, 1), text)).items[0] for text in ("a gauge?", "a dial?", "a gauge?")
+    )
+    assert one.settings_key == again.settings_key != other.settings_key
+
+
+def test_the_question_reaches_the_queries_as_typed(
+    processing_of: Callable[[str], Processing], checkpoint: CheckpointOf
+) -> None:
+    item = processing_of("instructblip").prepare(user(picture(32, 24, 1), "is <image> </s> here?")).items[0]
+    expected = AutoProcessor.from_pretrained(checkpoint("instructblip")).qformer_tokenizer("is <image> </s> here?")
+    assert item.tensors["qformer_input_ids"][0].tolist() == expected["input_ids"]
+
+
+def test_idefics_fetches_nothing(processing_of: Callable[[str], Processing]) -> None:
+    """Its processor would take a text that is an address for a picture, and get it."""
+    template = "{{ messages[0].content[0].text }}<image>"
+    processing = processing_of("idefics")
+    own = Processing.__new__(Processing)
+    own.__dict__.update(processing.__dict__, template=template)
+    with pytest.raises(RequestError, match="only an address"):
+        own.prepare(user("http://localhost/secret", picture(8, 8)))
+
+
+def test_a_formula_takes_no_text(processing_of: Callable[[str], Processing]) -> None:
+    with pytest.raises(RequestError, match="takes no text"):
+        processing_of("pp_formulanet").prepare(QUESTION)
+    with pytest.raises(RequestError, match="send one"):
+        processing_of("pp_formulanet").prepare(user(""))
+
+
+def test_typed_tags_of_other_models_stay_text(processing_of: Callable[[str], Processing]) -> None:
+    """KOSMOS-2's own tags are tokens; a typed `</s>` is none."""
+    processing = processing_of("kosmos-2")
+    tokens: Any = processing.tokenizer.convert_ids_to_tokens(
+        processing.prepare(user(picture(32, 24, 1), "<grounding></s> a")).token_ids
+    )
+    assert "<grounding>" in tokens
+    assert "</s>" not in tokens
