@@ -15,6 +15,7 @@ from polylens.core import LayerKind, Replacement, TokenRows
 from polylens.errors import AdapterError, InternalError
 from polylens.lora.arena import pack
 from polylens.models.adapter_processing import AdapterProcessings, differences
+from polylens.models.components import token_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -68,7 +69,7 @@ class AdapterFiles:
         adapter, report = load_adapter(
             path, layers, name=name, dtype=self._dtype, device="cpu", no_effect=no_effect, pack=pack
         )
-        num_rows = self._loaded.model.get_input_embeddings().get_parameter("weight").shape[0]
+        num_rows = token_embedding(self._loaded.model).get_parameter("weight").shape[0]
         processing = self._processing(files, path, _embedding_rows(adapter, layers, num_rows))
         if processing is self._loaded.processing:
             return adapter, report

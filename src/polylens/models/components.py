@@ -52,7 +52,7 @@ def picture_encoder(model: PreTrainedModel) -> nn.Module:
     return next(named, model)
 
 
-def _token_embedding(model: PreTrainedModel) -> nn.Module:
+def token_embedding(model: PreTrainedModel) -> nn.Module:
     """The embedding of the text; some models leave it to their decoder to say."""
     try:
         return model.get_input_embeddings()
@@ -110,7 +110,7 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
 def _has_one_table(model: PreTrainedModel) -> bool:
     """Whether the text model looks tokens up in its embedding alone (Gemma 4 has a second table of them)."""
     tables = [module for module in text_model(model).modules() if isinstance(module, nn.Embedding)]
-    return tables == [model.get_input_embeddings()]
+    return tables == [token_embedding(model)]
 
 
 def _not_adaptable(layer: str, model: PreTrainedModel) -> str | None:
@@ -161,7 +161,7 @@ def _other_spec(
     weight = module._parameters.get("weight")
     if weight is None:
         return None
-    if module is _token_embedding(model) and isinstance(module, nn.Embedding):
+    if module is token_embedding(model) and isinstance(module, nn.Embedding):
         width = module.embedding_dim
         return LayerSpec(name, Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, module.num_embeddings, width)
     if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_linear_over_patches(module):
