@@ -17,9 +17,15 @@ WITHOUT_TEMPLATE: Mapping[str, Family] = {
         vq.chameleon,
         ("</s>",),
         takes_turns=False,
-        lacks=("tower", "connector"),
+        lacks=("tower", "connector", "connector+language"),
     ),
-    "emu3": Family(vq.emu3_tokenizer, vq.emu3_processor, vq.emu3, ("<|extra_204|>",), lacks=("tower", "connector")),
+    "emu3": Family(
+        vq.emu3_tokenizer,
+        vq.emu3_processor,
+        vq.emu3,
+        ("<|extra_204|>",),
+        lacks=("tower", "connector", "connector+language"),
+    ),
     "instructblip": Family(
         blip.blip_tokenizer,
         blip.instructblip_processor,
