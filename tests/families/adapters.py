@@ -100,9 +100,10 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     "all" takes the head too where it is not tied to the embeddings (tied, a delta would change both).
     """
     wanted = set(targets.split("+")) if targets != "all" else {"tower", "connector", "language"}
-    linear = [name for name, module in model.named_modules() if _is_plain_linear(module) and "vqmodel" not in name]
+    layers = [(name, module) for name, module in model.named_modules() if "vqmodel" not in name]
+    linear = [name for name, module in layers if _is_plain_linear(module)]
     if not any(component_of(name) == "tower" for name in linear):
-        linear += [name for name, module in model.named_modules() if _is_pointwise(module)]
+        linear += [name for name, module in layers if _is_pointwise(module)]
     modules = [name for name in linear if not _is_head(name) and component_of(name) in wanted]
     has_plain_head = any(
         name.endswith("lm_head") and type(module) is nn.Linear for name, module in model.named_modules()
