@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from timm.layers import RmsNorm2d
 from timm.models import register_model
 from timm.models._efficientnet_builder import decode_arch_def
@@ -27,6 +28,7 @@ from tests.families.tokenizers_and_templates import GEMMA3_TEMPLATE, gemma_token
 IMAGE = 64
 SIDE = 4
 """Of the grid of a picture's tokens."""
+HEAD_DIM = 8
 NAMED = {
     "boi_token": "<start_of_image>",
     "boa_token": "<start_of_audio>",
@@ -76,7 +78,7 @@ def gemma3n(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     text = text_config(
         tokenizer,
         "<end_of_turn>",
-        head_dim=8,
+        head_dim=HEAD_DIM,
         num_hidden_layers=5,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         num_kv_shared_layers=2,
@@ -85,7 +87,7 @@ def gemma3n(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         hidden_size_per_layer_input=8,
         altup_num_inputs=3,
         laurel_rank=4,
-        activation_sparsity_pattern=[0.9, 0.0, 0.9, 0.0, 0.0],
+        activation_sparsity_pattern=[0.5, 0.0, 0.5, 0.0, 0.0],
     )
     audio = {
         "vocab_size": vocab_size(tokenizer) - first_sound,
@@ -103,7 +105,21 @@ def gemma3n(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         vision_soft_tokens_per_image=SIDE * SIDE,
         **ids,
     )
-    return Gemma3nForConditionalGeneration(config)
+    return _with_even_scores(Gemma3nForConditionalGeneration(config))
+
+
+def _with_even_scores(model: PreTrainedModel) -> PreTrainedModel:
+    """Its attention does not divide scores by the root of a head's width, which random norms do not make up for.
+
+    With query norms of one and a tenth of the activations kept, noise of 1e-6 in the embeddings moves transformers'
+    own logits by up to 1.2e-3: a mixed batch and merged models were apart by up to 9e-4 in float32 in 5 of 8 random
+    builds, and by 7e-12 in float64. As it is, it moves them by 8e-5, and 12 of 12 builds are within 5e-5 in float32.
+    """
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("q_norm.weight"):
+                weight.fill_(HEAD_DIM**-0.5)
+    return model
 
 
 def gemma3n_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:

@@ -19,7 +19,7 @@ from tests.families.recipes import Family
 
 RECENT: Mapping[str, Family] = {
     "gemma3n": Family(
-        gemma3n.gemma3n_tokenizer, gemma3n.gemma3n_processor, gemma3n.gemma3n, ("<eos>", "<end_of_turn>"), seed=3
+        gemma3n.gemma3n_tokenizer, gemma3n.gemma3n_processor, gemma3n.gemma3n, ("<eos>", "<end_of_turn>")
     ),
     "gemma4_unified": Family(
         gemma4.gemma4_tokenizer,
