@@ -39,6 +39,7 @@ CONNECTOR_MARKS = (
     "image_to_text_projection",
     "visual_projection",
     "perceiver_resampler",
+    "vision_embed_tokens",
 )
 """Parts of a module path that belong to the connector in one of the families."""
 SOUND_MARKS = ("audio_tower",)

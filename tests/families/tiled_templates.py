@@ -126,6 +126,7 @@ _PLAIN = {
     "Blip2Processor": lambda num_pictures, text: text,
     "BlipProcessor": lambda num_pictures, text: text,
     "ChameleonProcessor": lambda num_pictures, text: "<image>" * num_pictures + text,
+    "FuyuProcessor": lambda num_pictures, text: text,
     "InstructBlipProcessor": lambda num_pictures, text: text,
     "Kosmos2Processor": lambda num_pictures, text: text,
     "Kosmos2_5Processor": lambda num_pictures, text: text,

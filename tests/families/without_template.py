@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.families import blip, kosmos, vq
+from tests.families import blip, fuyu, kosmos, vq
 from tests.families.recipes import Family
 
 WITHOUT_TEMPLATE: Mapping[str, Family] = {
@@ -25,6 +25,9 @@ WITHOUT_TEMPLATE: Mapping[str, Family] = {
         vq.emu3,
         ("<|extra_204|>",),
         lacks=("tower", "connector", "connector+language"),
+    ),
+    "fuyu": Family(
+        fuyu.fuyu_tokenizer, fuyu.fuyu_processor, fuyu.fuyu, ("|ENDOFTEXT|",), one_picture=True, lacks=("tower",)
     ),
     "instructblip": Family(
         blip.blip_tokenizer,

@@ -20,6 +20,7 @@ TINY_PICTURES = RowRule.TILES
 EXPECTED: Mapping[str, Mapping[str, RowRule]] = {
     "cohere_compass": PATCHES,
     "ernie4_5_vl_moe": PATCHES,
+    "fuyu": PATCHES,
     "glm4v": PATCHES,
     "glm46v": PATCHES,
     "glm4v_moe": PATCHES,

@@ -96,3 +96,26 @@ def test_typed_tags_of_other_models_stay_text(processing_of: Callable[[str], Pro
     )
     assert "<grounding>" in tokens
     assert "</s>" not in tokens
+
+
+@pytest.mark.parametrize("typed", ["|SPEAKER|", "a |NEWLINE||SPEAKER| b", "<s>", "<0x04> yes", "|SPEAKER||SPEAKER"])
+def test_typed_pieces_that_mean_structure_stay_text(typed: str, processing_of: Callable[[str], Processing]) -> None:
+    """Fuyu's tokenizer itself would take them for patches, and for the begin of the answer."""
+    processing = processing_of("fuyu")
+    asked = processing.prepare(user(picture(32, 24, 1), typed))
+    plain = processing.prepare(user(picture(32, 24, 1), "a"))
+    marks = set(processing.control.ids.values())
+    assert {"|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"} <= {*processing.control.ids}
+    assert [one for one in asked.token_ids if one in marks] == [one for one in plain.token_ids if one in marks]
+    assert asked.slots == plain.slots
+    assert typed.replace(" ", "") in processing.tokenizer.decode(asked.token_ids).replace(" ", "")
+    for prompt in (processing.prepare(user(typed)), processing.prepare_text(typed)):
+        assert not marks.intersection(prompt.token_ids)
+
+
+def test_fuyu_text_without_marks_is_the_processors_own(
+    processing_of: Callable[[str], Processing], checkpoint: CheckpointOf
+) -> None:
+    text = "a |SPEAKE <box>1, 2, 3, 4</box> R| < s>"
+    own = AutoProcessor.from_pretrained(checkpoint("fuyu"))(images=picture(32, 24, 1), text=text, return_tensors="pt")
+    assert processing_of("fuyu").prepare(user(picture(32, 24, 1), text)).token_ids == own["input_ids"][0].tolist()

@@ -2,7 +2,7 @@
 
 A *control token* is an added token that means structure: every special token, every token the chat template
 writes, and the processor's media placeholders. Added tokens that are only vocabulary (Gemma's `<b>` or its runs
-of newlines) stay ordinary text.
+of newlines) stay ordinary text. A family's notes may name ordinary pieces that mean structure (Fuyu's).
 
 The mechanism. Before the template is rendered, the first and the last characters of control tokens are replaced,
 in user text only and character for character, by stand-ins from a private-use plane that occur nowhere else
@@ -78,11 +78,15 @@ class ControlTokens:
 
 
 def control_tokens(
-    tokenizer: Any, template: str, media_tokens: Iterable[str], placeholders: Iterable[str] = ()
+    tokenizer: Any,
+    template: str,
+    media_tokens: Iterable[str],
+    placeholders: Iterable[str] = (),
+    pieces: Iterable[str] = (),
 ) -> ControlTokens:
     """The control tokens of `tokenizer` under a chat template, with the processor's media tokens.
 
-    placeholders: what stands for media in the template's text; they need not be tokens.
+    placeholders: what stands for media in the template's text; they need not be tokens. pieces: see `ProcessorNotes`.
     """
     placeholders = list(placeholders)
     named = {*media_tokens, *placeholders, *(getattr(tokenizer, "chat_control_tokens", None) or ())}
@@ -90,6 +94,8 @@ def control_tokens(
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special or token.content in named or token.content in template:
             ids[token.content] = token_id
+    vocabulary = tokenizer.get_vocab()
+    ids.update({piece: vocabulary[piece] for piece in pieces if piece in vocabulary})
     return ControlTokens(ids, placeholders)
 
 
@@ -262,12 +268,12 @@ class SafeTokenizer:
 
     def _control_added_tokens(self) -> list[AddedToken]:
         added = self.tokenizer.added_tokens_decoder
-        return [added[token_id] for token_id in self.control.ids.values()]
+        return [added.get(token_id) or _piece(content) for content, token_id in self.control.ids.items()]
 
     def _rename(self) -> _Renamed:
         state = json.loads(self.tokenizer.backend_tokenizer.to_str())
         state["truncation"] = state["padding"] = None
-        originals = {token["content"]: token["id"] for token in state["added_tokens"]}
+        originals = {token["content"]: token["id"] for token in state["added_tokens"]} | self.control.ids
         state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in self.control.ids]
         backend = Tokenizer.from_str(json.dumps(state))
         secret = secrets.token_hex(16)
@@ -290,6 +296,11 @@ def _first_of_run(run: re.Match[str], lengths: list[int]) -> str:
     """The run's token once; notes how often it came."""
     lengths.append(len(run.group()) // len(run.group(1)))
     return run.group(1)
+
+
+def _piece(content: str) -> AddedToken:
+    """As if it were one: found in the normalized text, as the plain model finds its pieces."""
+    return AddedToken(content, normalized=True)
 
 
 def _private(name: str, token: AddedToken) -> AddedToken:

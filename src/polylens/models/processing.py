@@ -80,7 +80,7 @@ class Processing:
         self.feature_ids = _feature_ids(processor, config, self.notes)
         media_tokens = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self.feature_ids]
         placeholders = [text for text in (media_token(processor, kind) for kind in MediaKind) if text]
-        self.control = control_tokens(self.tokenizer, self.template, media_tokens, placeholders)
+        self.control = control_tokens(self.tokenizer, self.template, media_tokens, placeholders, self.notes.pieces)
         if unknown := set(media_tokens) - set(self.control.ids):
             raise ModelLoadError(f"the processor's media tokens {sorted(unknown)} are no added tokens of its tokenizer")
         shares_tokenizer = beside is not None and beside.tokenizer is self.tokenizer

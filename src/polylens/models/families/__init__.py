@@ -11,6 +11,7 @@ from polylens.models.families import (
     ernie4_5_vl_moe,
     florence2,
     frames,
+    fuyu,
     gemma3n,
     gemma4,
     git,
@@ -71,7 +72,15 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         processor=ProcessorNotes(chat_template=florence2.TEMPLATE, commands=florence2.COMMANDS),
     ),
     "fuyu": FamilyNotes(
-        refused="its tokenizer has a picture's tokens as ordinary pieces of text, which any user could write"
+        encode=fuyu.encode,
+        processor=ProcessorNotes(
+            chat_template=plain_template("Fuyu", ""),
+            one_picture=True,
+            call=fuyu.call,
+            item_inputs=("pixel_values",),
+            dropped_inputs=("images",),
+            pieces=fuyu.PIECES,
+        ),
     ),
     "gemma3": FamilyNotes(
         matmul_parameters=("mm_input_projection_weight",),

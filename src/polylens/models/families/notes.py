@@ -103,6 +103,7 @@ class ProcessorNotes:
     item_inputs: what the processor returns beside a picture's own tensors that its encoder takes (the question).
     media_mask: the processor's output that is 1 at media tokens, where no token id tells them.
     stop_entries: entries of the text config with further ids that end an answer.
+    pieces: ordinary pieces of the vocabulary that mean structure: control tokens as well, which no user types.
     """
 
     chat_template: str | None = None
@@ -120,6 +121,7 @@ class ProcessorNotes:
     item_inputs: tuple[str, ...] = ()
     media_mask: str | None = None
     stop_entries: tuple[str, ...] = ()
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
