@@ -1,4 +1,4 @@
-"""Inkling 2: a bias by distance, short convolutions in every layer, experts; layers that run in a loop."""
+"""Inkling 1 and 2: a bias by distance, short convolutions in every layer, experts; layers that run in a loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from transformers import (
     Inkling2LoopConfig,
     Inkling2LoopForConditionalGeneration,
     Inkling2Processor,
+    InklingConfig,
+    InklingFeatureExtractor,
+    InklingForConditionalGeneration,
+    InklingImageProcessor,
+    InklingProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -108,8 +113,36 @@ def inkling2_loop(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return Inkling2LoopForConditionalGeneration(config)
 
 
+def inkling(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    config = InklingConfig(
+        text_config=_text(
+            tokenizer,
+            2,
+            mlp_layer_types=["dense", "sparse"],
+            n_shared_experts=1,
+            logits_mup_width_multiplier=1.0,
+        ),
+        vision_config={"patch_size": PATCH, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 2},
+        audio_config={"n_mel_bins": 4, "mel_vocab_size": 4},
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|unused_200053|>"),
+        image_bos_token_id=tokenizer.convert_tokens_to_ids("<|content_image|>"),
+        audio_bos_token_id=tokenizer.convert_tokens_to_ids("<|content_audio_input|>"),
+    )
+    return InklingForConditionalGeneration(config)
+
+
 def inkling2_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     images = Inkling2ImageProcessor(size={"height": PATCH, "width": PATCH})
     return Inkling2Processor(
         image_processor=images, tokenizer=tokenizer, chat_template=TEMPLATE, image_token=IMAGE_TOKEN
+    )
+
+
+def inkling_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    return InklingProcessor(
+        feature_extractor=InklingFeatureExtractor(),
+        image_processor=InklingImageProcessor(size={"height": PATCH, "width": PATCH}),
+        tokenizer=tokenizer,
+        chat_template=TEMPLATE,
     )

@@ -56,6 +56,13 @@ RECENT_HOSTED: Mapping[str, Family] = {
     "inkling2_loop": Family(
         inkling.inkling_tokenizer, inkling.inkling2_processor, inkling.inkling2_loop, (inkling.EOS,)
     ),
+    "inkling_mm_model": Family(
+        inkling.inkling_tokenizer,
+        inkling.inkling_processor,
+        inkling.inkling,
+        (inkling.EOS,),
+        lacks=("connector",),
+    ),
     "minimax_m3_vl": Family(
         minimax_m3_vl.minimax_tokenizer,
         minimax_m3_vl.minimax_m3_vl_processor,
