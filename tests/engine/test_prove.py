@@ -52,6 +52,12 @@ def test_families_are_proven(family: str, loaded_of: LoadedOf, tmp_path: Path) -
     assert proof.contrast >= MIN_CONTRAST * MAX_ERROR
 
 
+def test_a_model_is_proven_on_the_same_numbers_each_time(loaded_of: LoadedOf) -> None:
+    """Also what its architecture draws at random by itself: Qwen3.5's decays."""
+    one, other = (stand_in(loaded_of("qwen3_5").model).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize(
     ("family", "notes"),
     [

@@ -72,8 +72,10 @@ def stand_in(model: PreTrainedModel, *, narrow: bool = True) -> PreTrainedModel:
 
 
 def _build(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    # None: each part of the model takes its default, which takes float32.
-    small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # of the values that `randomise` only adds to, such as decays
+        # None: each part of the model takes its default, which takes float32.
+        small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=None)
     small = small.to(device_for_copy(model)).eval().requires_grad_(False)
     randomise(small, model_layers(small))
     return small
