@@ -33,7 +33,6 @@ CONNECTOR_MARKS = (
     "generation_aligner",
     "generation_head",
     "patch_merger",
-    "vision_adapter",
     "qformer",
     "language_projection",
     "image_to_text_projection",
@@ -101,7 +100,7 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     "all" takes the head too where it is not tied to the embeddings (tied, a delta would change both).
     """
     wanted = set(targets.split("+")) if targets != "all" else {"tower", "connector", "language"}
-    layers = [(name, module) for name, module in model.named_modules() if "vqmodel" not in name]
+    layers = [(name, module) for name, module in model.named_modules() if not _is_in_picture_tokenizer(name)]
     linear = [name for name, module in layers if _is_plain_linear(module)]
     if not any(component_of(name) == "tower" for name in linear):
         linear += [name for name, module in layers if _is_pointwise(module)]
@@ -113,6 +112,10 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
         modules.append("lm_head")
     parameters = [GEMMA_PROJECTOR] if "connector" in wanted and _has_gemma_projector(model) else []
     return modules, parameters
+
+
+def _is_in_picture_tokenizer(name: str) -> bool:
+    return "vqmodel" in name or "vision_tokenizer" in name
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -137,7 +140,9 @@ def component_of(name: str) -> str:
         return "sounds"
     if "patch_dense" in name:  # all that Gemma 4 12B has in place of a tower
         return "tower"
-    if any(mark in name for mark in CONNECTOR_MARKS):
+    if any(mark in name for mark in CONNECTOR_MARKS) or name.startswith(
+        "model.vision_adapter."
+    ):  # Muse; Llama 4's is in its tower
         return "connector"
     in_tower = name.startswith(PICTURE_ENCODERS) or any(mark in name for mark in TOWER_MARKS)
     return "tower" if in_tower else "language"

@@ -12,7 +12,7 @@ Legend: t query rows of the step, n query rows of one sequence, c context length
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -137,6 +137,7 @@ class RaggedBatch:
     [start, stop) ranges of the rows. kernels: compiled ones for sequences that decode, if there are any. wanted: the
     rows whose hidden states are read afterwards, each the last of a sequence (None: all); only_wanted: set where those
     of no other row were computed. only_keys, keys_are_written: the two runs of the last layer then (`last_layer`).
+    until_end: left when the text model has run.
     """
 
     sequences: Sequence[SequenceRows]
@@ -151,6 +152,7 @@ class RaggedBatch:
     only_wanted: bool = False
     only_keys: bool = False
     keys_are_written: bool = False
+    until_end: ExitStack = field(default_factory=ExitStack)
     masks: dict[tuple[int, Reach], torch.Tensor | None] = field(default_factory=dict)
 
     def positions_t(self, device: torch.device) -> torch.Tensor:

@@ -71,12 +71,13 @@ class LastLayer:
         self, batch: RaggedBatch, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
         rows = list(batch.wanted or ())
+        # The norm after the last layer has these rows alone, too.
+        batch.until_end.enter_context(batch.only_rows([(row, row + 1) for row in rows]))
         if not rows:
             return hidden_states[:, :0]
         chosen = {name: _of_rows(value, _ROWS_AT.get(name), rows) for name, value in kwargs.items()}
         chosen["polylens_batch"] = _wanted_part(batch)
-        with batch.only_rows([(row, row + 1) for row in rows]):
-            output: torch.Tensor = self._whole(hidden_states[:, rows], *args, **chosen)
+        output: torch.Tensor = self._whole(hidden_states[:, rows], *args, **chosen)
         return output
 
 

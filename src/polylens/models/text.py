@@ -127,13 +127,15 @@ class TextRunner:
         if self._further is not None:
             x_td = self._further(self._inner, ids_t, x_td)
         x_td = self._with_features(x_td, media)
-        output = self._text(
-            inputs_embeds=x_td[None],
-            position_ids=positions[:, None] if positions.shape[0] > 1 else positions,
-            use_cache=False,
-            polylens_batch=batch,
-            **self._arguments(TextStep(self._text, self._config, token_ids_t, ids_t, x_td, media, batch.sequences)),
-        )
+        step = TextStep(self._text, self._config, token_ids_t, ids_t, x_td, media, batch.sequences)
+        with batch.until_end:
+            output = self._text(
+                inputs_embeds=x_td[None],
+                position_ids=positions[:, None] if positions.shape[0] > 1 else positions,
+                use_cache=False,
+                polylens_batch=batch,
+                **self._arguments(step),
+            )
         return _wanted(output.last_hidden_state[0], batch)
 
     def logits(self, hidden_sd: torch.Tensor) -> torch.Tensor:
