@@ -73,7 +73,7 @@ def module_path(model: nn.Module, wanted: nn.Module) -> str:
 def audio_path(model: PreTrainedModel) -> str | None:
     """The path of the encoder of sounds, through which no picture goes; None where there is none."""
     encoder = model.get_encoder(modality="audio")
-    return None if encoder is model else module_path(model, encoder)
+    return None if encoder is None or encoder is model else module_path(model, encoder)
 
 
 def model_layers(model: PreTrainedModel) -> ModelLayers:

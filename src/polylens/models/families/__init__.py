@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "FamilyNotes", "TwoWay", "notes_for"]
 
 FAMILIES: Mapping[str, FamilyNotes] = {
+    "apertus1p5": FamilyNotes(hosted="its pictures' codes are looked up in the text's embedding"),
     "aria": FamilyNotes(),
     "aya_vision": FamilyNotes(),
     "blip": FamilyNotes(
