@@ -46,7 +46,8 @@ on a small copy of random weights; what is not proven takes the host path.
 
 **Tower, connector, language**: layers that adapters may change, and the row rules proven for those of the encoder (how
 rows divide among the pictures of a batch). The numbers are those of the tiny builds in `tests/families`, from which
-the rows are measured. **No effect**: layers that load but change nothing, as the features are taken before them.
+the rows are measured. **Video**: taken as such (*only*: and no pictures), or as sampled frames. **No effect**: layers
+that load but change nothing, as the features are taken before them.
 **Refused**: what an adapter on it is refused for. Further reasons for a refusal are in [adapters](adapters.md).
 
 | family | level | tower | connector | language | video | no effect | refused |
@@ -124,7 +125,13 @@ def _row(family: str, engine: Engine) -> Row:
         tower,
         connector,
         language,
-        video="yes" if found.takes_videos else "no" if engine.loaded.processing.notes.one_picture else "as frames",
+        video="only"
+        if not found.takes_pictures
+        else "yes"
+        if found.takes_videos
+        else "no"
+        if engine.loaded.processing.notes.one_picture
+        else "as frames",
         no_effect=_counted(found.no_effect[::-1]),
         refused=_counted(sorted(found.refused)),
     )

@@ -12,6 +12,10 @@ from transformers import (
     InstructBlipConfig,
     InstructBlipForConditionalGeneration,
     InstructBlipProcessor,
+    InstructBlipVideoConfig,
+    InstructBlipVideoForConditionalGeneration,
+    InstructBlipVideoProcessor,
+    InstructBlipVideoVideoProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -99,3 +103,24 @@ def instructblip(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 def instructblip_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     return InstructBlipProcessor(blip_images(), tokenizer, llava_tokenizer(("<pad>",)), num_query_tokens=NUM_QUERIES)
+
+
+def video_tokenizer() -> PreTrainedTokenizerBase:
+    return llava_tokenizer(("<video>", "<pad>"))
+
+
+def instructblipvideo(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The same, of four frames."""
+    config = InstructBlipVideoConfig(
+        vision_config=_vision(),
+        qformer_config=_qformer(vocab_size=vocab_size(tokenizer)),
+        text_config=text_config(tokenizer, "</s>", model_type="llama", head_dim=8, tie_word_embeddings=False),
+        num_query_tokens=NUM_QUERIES,
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+    )
+    return InstructBlipVideoForConditionalGeneration(config)
+
+
+def instructblipvideo_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    videos = InstructBlipVideoVideoProcessor(size={"height": SIDE, "width": SIDE})
+    return InstructBlipVideoProcessor(videos, tokenizer, llava_tokenizer(("<pad>",)), num_query_tokens=NUM_QUERIES)

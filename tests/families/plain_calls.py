@@ -69,6 +69,12 @@ def _pix2struct(processor: Any, messages: Messages) -> Inputs:
     return processor(images=picture, text=text, add_special_tokens=False, return_tensors="pt")
 
 
+def _four_frames(processor: Any, messages: Messages) -> Inputs:
+    parts = [part for message in messages for part in message["content"]]
+    videos = [part["video"] for part in parts if part["type"] == "video"]
+    return processor(images=videos, text=_picture_and_text(messages)[1], return_tensors="pt")
+
+
 def _formula(processor: Any, messages: Messages) -> Inputs:
     return processor(images=_picture_and_text(messages)[0], return_tensors="pt")
 
@@ -77,6 +83,7 @@ PLAIN_CALLS: Mapping[str, Callable[[Any, Messages], Inputs]] = {
     "DonutProcessor": _decoder_goes_on,
     "GitProcessor": _git,
     "IdeficsProcessor": _idefics,
+    "InstructBlipVideoProcessor": _four_frames,
     "PPFormulaNetProcessor": _formula,
     "Pix2StructProcessor": _pix2struct,
 }

@@ -24,7 +24,8 @@ class Family:
     equally many frames; stacks_pictures: the same of pictures and tiles. needs_picture: whether it refuses a request
     without one. takes_turns: whether it takes earlier answers. several_videos: whether it takes more than one in a
     request. mixes_kinds: whether transformers' own forward takes pictures and videos in one prompt. lacks: parts
-    without a linear layer, "tower" or "connector". one_picture: whether a request has one at most. max_model_len: to be
+    without a linear layer, "tower" or "connector". one_picture: whether a request has one at most.
+    only_videos_of: frames of the one video that a request has, where it has no pictures. max_model_len: to be
     given where the config names none. silent_tokens: never answered: where a model answers with a media token,
     transformers puts the first picture's first feature in its place.
     amplifies_noise: whether differences as small as float32's grow beyond what counts as equal in it; then only deltas
@@ -45,6 +46,7 @@ class Family:
     mixes_kinds: bool = True
     lacks: tuple[str, ...] = ()
     one_picture: bool = False
+    only_videos_of: int | None = None
     max_model_len: int | None = None
     amplifies_noise: bool = False
     silent_tokens: tuple[str, ...] = ()

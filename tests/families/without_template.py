@@ -37,6 +37,15 @@ WITHOUT_TEMPLATE: Mapping[str, Family] = {
         one_picture=True,
         needs_picture=True,
     ),
+    "instructblipvideo": Family(
+        blip.video_tokenizer,
+        blip.instructblipvideo_processor,
+        blip.instructblipvideo,
+        ("</s>",),
+        takes_videos=True,
+        needs_picture=True,
+        only_videos_of=4,
+    ),
     "kosmos-2": Family(
         kosmos.kosmos_2_tokenizer, kosmos.kosmos_2_processor, kosmos.kosmos_2, ("</s>",), one_picture=True
     ),

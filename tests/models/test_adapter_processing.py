@@ -119,7 +119,11 @@ class TestSharing:
         "family",
         [
             *FAMILIES,
-            *(pytest.param(name, marks=pytest.mark.full) for name in sorted(ALL_FAMILIES.keys() - {*FAMILIES})),
+            *(
+                pytest.param(name, marks=pytest.mark.full)
+                for name in sorted(ALL_FAMILIES.keys() - {*FAMILIES})
+                if ALL_FAMILIES[name].only_videos_of is None
+            ),
         ],
     )
     def test_copies_are_the_base_in_every_family(self, folder_of: Callable[[str], Folder], family: str):

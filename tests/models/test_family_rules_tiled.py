@@ -35,6 +35,7 @@ WITHOUT_EFFECT = {
     "vipllava": r"\.layers\.3\.|post_layernorm",
     "blip-2": None,
     "instructblip": r"qformer\.encoder\.layer\.1\.(?:intermediate|output)\.",
+    "instructblipvideo": r"qformer\.encoder\.layer\.1\.(?:intermediate|output)\.",
     "kosmos-2": None,
 }
 """By family: a pattern of the layers whose output never reaches the features; all others go by tiles."""

@@ -11,10 +11,11 @@ from transformers import AutoProcessor
 
 from polylens import LLM, SamplingParams
 from polylens.config import EngineConfig
-from polylens.errors import ModelLoadError, RequestError
+from polylens.errors import MediaError, ModelLoadError, RequestError
 from polylens.models.loading import load_model
 from polylens.models.processing import Processing
-from tests.families.media import picture, user
+from tests.families.media import picture, user, video
+from tests.models.test_media import write_video
 
 CheckpointOf = Callable[[str], Path]
 QUESTION = user(picture(32, 24, 1), "what is it?")
@@ -119,3 +120,25 @@ def test_fuyu_text_without_marks_is_the_processors_own(
     text = "a |SPEAKE <box>1, 2, 3, 4</box> R| < s>"
     own = AutoProcessor.from_pretrained(checkpoint("fuyu"))(images=picture(32, 24, 1), text=text, return_tensors="pt")
     assert processing_of("fuyu").prepare(user(picture(32, 24, 1), text)).token_ids == own["input_ids"][0].tolist()
+
+
+def test_four_frames_and_nothing_else(processing_of: Callable[[str], Processing], checkpoint: CheckpointOf) -> None:
+    prepare = processing_of("instructblipvideo").prepare
+    asked = user(video(4, 24, 32, 1), "what is <video> here?")
+    assert prepare(asked).items[0].num_tokens == 4 * 6  # queries of each frame
+    for num_frames in (1, 3, 8):
+        with pytest.raises(MediaError, match=f"takes 4 frames of a video, got {num_frames}"):
+            prepare(user(video(num_frames, 24, 32, 1), "what?"))
+    with pytest.raises(MediaError, match="leave fps and num_frames out"):
+        prepare(asked, mm_processor_kwargs={"num_frames": 8})
+    with pytest.raises(RequestError, match="takes one video in a request, got 2"):
+        prepare(user(video(4, 24, 32, 1), video(4, 24, 32, 2), "which?"))
+    with pytest.raises(RequestError, match="takes videos only, no pictures"):
+        prepare(QUESTION)
+
+
+def test_four_frames_of_a_file(processing_of: Callable[[str], Processing], tmp_path: Path) -> None:
+    file = write_video(tmp_path / "clip.mp4", 30)
+    asked = [{"role": "user", "content": [{"type": "video", "video": str(file)}]}]
+    pixels = processing_of("instructblipvideo").prepare(asked).items[0].tensors["pixel_values"]
+    assert pixels.shape[:2] == (1, 4)

@@ -61,6 +61,11 @@ class Case:
 
 def questions(family: str) -> dict[str, list[dict[str, Any]]]:
     """Messages by name: the shapes of request that the parity matrix covers."""
+    if (frames := ALL_FAMILIES[family].only_videos_of) is not None:
+        return {
+            "video": user(video(frames, 24, 32, 5), "what is shown in this video?"),
+            "wide": user("look: ", video(frames, 64, 40, 2), "what does the gauge read?"),
+        }
     asked = {
         "picture": user(picture(32, 24, 1), "what is in the picture?"),
         "wide": user("look: ", picture(64, 40, 2), "what does the gauge read?"),
@@ -95,6 +100,8 @@ def more_questions(family: str) -> dict[str, list[dict[str, Any]]]:
         {"role": "assistant", "content": [{"type": "text", "text": "a gauge"}]},
         *user("and", picture(40, 16, 22), "?"),
     ]
+    if ALL_FAMILIES[family].only_videos_of is not None:
+        return {}
     other = 4 if ALL_FAMILIES[family].stacks_videos else 7
     asked = {
         "turns": turns,

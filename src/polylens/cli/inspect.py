@@ -68,7 +68,8 @@ def _model_lines(described: ModelDescription) -> Iterator[str]:
     yield f"model       {described.model}"
     yield f"type        {described.model_type} ({described.model_class}), {described.num_parameters:,} parameters"
     yield f"level       {described.level}" + (f": {described.reason}" if described.reason else "")
-    media = ("pictures", "videos") if described.takes_videos else ("pictures", "videos as frames")
+    pictures = ("pictures",) if described.takes_pictures else ()
+    media = (*pictures, "videos" if described.takes_videos else "videos as frames")
     yield f"takes       text{', '.join(('', *media)) if described.takes_media else ''}"
     for component, part in described.components.items():
         if part.num_layers:

@@ -46,6 +46,7 @@ class ModelDescription:
     level: str
     reason: str | None
     takes_media: bool
+    takes_pictures: bool
     takes_videos: bool
     components: Mapping[str, ComponentDescription]
     no_effect: tuple[str, ...]
@@ -79,6 +80,7 @@ def description(loaded: LoadedModel, probe: ProbeResult) -> ModelDescription:
         level="host path" if loaded.is_hosted else mixed,
         reason=loaded.host_reason,
         takes_media=loaded.processing.takes_media,
+        takes_pictures=loaded.processing.takes_pictures,
         takes_videos=loaded.processing.takes_videos,
         components={part.value: _component(part, adaptable, probe, audio_path(loaded.model)) for part in Component},
         no_effect=tuple(sorted(probe.layers_with(RowRule.NO_EFFECT))),

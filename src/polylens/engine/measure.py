@@ -170,7 +170,7 @@ class _Measurement:
                 yield picture_item(self.loaded.processing, height, width)
             except MediaError:  # no request can have it
                 continue
-        if self.loaded.processing.takes_videos:
+        if self.loaded.processing.takes_videos and self.loaded.processing.takes_pictures:
             yield video_item(self.loaded.processing, *_LONG_VIDEO)
 
     def _span_tokens(self) -> int:

@@ -176,7 +176,8 @@ def _questions(processing: Processing, seed: int = 0) -> list[Any]:
     """
     if not processing.takes_media:
         return [_user(WORDS, WORDS), _user(WORDS)]
-    first, second, third = (_picture(*size, seed + index) for index, size in enumerate(PICTURES))
+    frames = None if processing.takes_pictures else processing.notes.num_frames
+    first, second, third = (_shown(*size, seed + index, frames) for index, size in enumerate(PICTURES))
     if processing.notes.one_picture:
         return [_user(first, WORDS, WORDS), _user(WORDS, third)]
     return [_user(first, WORDS, second), _user(WORDS, third)]
@@ -187,12 +188,14 @@ def _user(*parts: Any) -> list[dict[str, Any]]:
 
 
 def _part(part: Any) -> dict[str, Any]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+    kind = "text" if isinstance(part, str) else "image" if isinstance(part, Image.Image) else "video"
+    return {"type": kind, kind: part}
 
 
-def _picture(width: int, height: int, seed: int) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+def _shown(width: int, height: int, seed: int, num_frames: int | None) -> Image.Image | np.ndarray:
+    """A picture of noise, or a video of so many frames."""
+    frames = np.random.default_rng(seed).integers(0, 256, (num_frames or 1, height, width, 3), dtype=np.uint8)
+    return Image.fromarray(frames[0]) if num_frames is None else frames
 
 
 Answer = tuple[list[int], torch.Tensor]

@@ -198,7 +198,8 @@ def load_processor(source: str, config: PreTrainedConfig, *, trust_remote_code: 
     if is_text_only(config):
         return TextOnlyProcessor(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
     processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
-    if getattr(processor, "image_processor", None) is None:
+    takes_videos_only = notes_for(config.model_type).processor.num_frames is not None
+    if getattr(processor, "image_processor", None) is None and not takes_videos_only:
         raise ModelLoadError(f"{source!r} is a {config.model_type!r} model, whose processor takes no pictures")
     return processor
 

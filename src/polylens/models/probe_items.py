@@ -42,7 +42,7 @@ def synthetic_items(processing: Processing) -> list[list[ProcessedItem]]:
             lambda side: [_picture(processing, side, index) for index in range(NUM_ITEMS)], large.tensors.keys()
         )
     ]
-    if processing.takes_videos:
+    if processing.takes_videos and processing.takes_pictures:
         batches.append(_smallest_unequal(lambda side: [_video(processing, side, index) for index in range(NUM_ITEMS)]))
     return [_with_unequal_tiles(batch) for batch in batches]
 
@@ -84,20 +84,26 @@ def _packed(items: Sequence[ProcessedItem]) -> ProcessedItem:
 
 
 def picture_item(processing: Processing, height: int, width: int, seed: int = 0) -> ProcessedItem:
-    """A picture of noise, as the processor makes it an item. Sizes in pixels."""
+    """A picture of noise, or a video for a model without pictures, as the processor makes it an item. In pixels."""
     return picture_prompt(processing, height, width, seed).items[0]
 
 
 def picture_prompt(processing: Processing, height: int, width: int, seed: int = 0) -> PreparedPrompt:
-    """A prompt of nothing but a picture of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return _prompt(processing, {"type": "image", "image": Image.fromarray(pixels)})
+    """A prompt of nothing but a picture of noise, or of a video for a model that takes no pictures."""
+    if not processing.takes_pictures:
+        frames = processing.notes.num_frames or _FRAMES[0]
+        return _prompt(processing, {"type": "video", "video": _noise(seed, frames, height, width)})
+    return _prompt(processing, {"type": "image", "image": Image.fromarray(_noise(seed, height, width))})
 
 
 def video_item(processing: Processing, num_frames: int, height: int, width: int, seed: int = 0) -> ProcessedItem:
     """A video of noise, as the processor makes it an item. Sizes in pixels."""
-    frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
+    frames = _noise(seed, num_frames, height, width)
     return _prompt(processing, {"type": "video", "video": frames, "fps": _FPS}).items[0]
+
+
+def _noise(seed: int, *sizes: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (*sizes, 3), dtype=np.uint8)
 
 
 def _picture(processing: Processing, side: int, index: int) -> ProcessedItem:

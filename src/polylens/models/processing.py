@@ -43,6 +43,7 @@ from polylens.models.template_limit import TemplateTimeoutError, template_limit
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from polylens.core import MediaItem
     from polylens.models.families.notes import ProcessorNotes
 
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -106,7 +107,11 @@ class Processing:
 
     @property
     def takes_media(self) -> bool:
-        """Whether the processor takes pictures; if not, the model is a language model."""
+        """Whether the processor takes pictures or videos; if not, the model is a language model."""
+        return self.takes_pictures or self.takes_videos
+
+    @property
+    def takes_pictures(self) -> bool:
         return media_part(self.processor, MediaKind.IMAGE) is not None
 
     @property
@@ -130,12 +135,18 @@ class Processing:
         that names what is wrong.
         """
         settings = self._media_settings(mm_processor_kwargs)
-        chat = parse_messages(messages, takes_videos=self.takes_videos, allow_paths=allow_paths, settings=settings)
+        chat = parse_messages(
+            messages,
+            takes_videos=self.takes_videos,
+            allow_paths=allow_paths,
+            settings=settings,
+            num_frames=self.notes.num_frames,
+        )
         if chat.media and not self.takes_media:
             raise RequestError("this is a language model: it takes no pictures and videos", param="messages")
         variables = self._template_variables(chat_template_kwargs)
         rendered = self._in_template_form(chat.messages)
-        self._check_number(len(chat.media))
+        self._check_media(chat.media)
         escape = Escape(self.control, self.template, strings_in([rendered, variables]), self._commands)
         call = ProcessorCall(self, escape, chat.media, settings)
         ids = call.run(
@@ -170,9 +181,12 @@ class Processing:
         escape = Escape(self.control, self.template, [text])
         return PreparedPrompt(self.safe_tokenizer.encode(escape.hide(text), escape, {"add_special_tokens": True}))
 
-    def _check_number(self, num_media: int) -> None:
-        if self.notes.one_picture and num_media > 1:
-            raise RequestError(f"this model takes one picture in a request, got {num_media}", param="messages")
+    def _check_media(self, media: Sequence[MediaItem]) -> None:
+        kind = "picture" if self.takes_pictures else "video"
+        if not self.takes_pictures and any(item.kind is MediaKind.IMAGE for item in media):
+            raise RequestError("this model takes videos only, no pictures", param="messages")
+        if self.notes.one_picture and len(media) > 1:
+            raise RequestError(f"this model takes one {kind} in a request, got {len(media)}", param="messages")
 
     def _checked_ids(self, token_ids: Sequence[Any]) -> list[int]:
         limit = len(self.tokenizer)

@@ -41,29 +41,38 @@ MODEL_SETTINGS = MediaSettings()
 
 
 def parse_messages(
-    messages: Any, *, takes_videos: bool, allow_paths: bool = True, settings: MediaSettings = MODEL_SETTINGS
+    messages: Any,
+    *,
+    takes_videos: bool,
+    allow_paths: bool = True,
+    settings: MediaSettings = MODEL_SETTINGS,
+    num_frames: int | None = None,
 ) -> ParsedChat:
     """Check `messages` and decode their media.
 
     takes_videos: whether the model's processor takes videos; if not, a video becomes NUM_SAMPLED_FRAMES evenly
     spaced frames as pictures in its place. allow_paths: whether media may name local files; a server that
     answers strangers must not read its own disk for them. settings: which frames of video files are taken.
+    num_frames: of every video, where the model takes no other number.
     Raises RequestError (its `param` names the place) and MediaError.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a non-empty list of messages", param="messages")
-    parser = _Parser(takes_videos, allow_paths, settings)
+    parser = _Parser(takes_videos, allow_paths, settings, num_frames)
     for index, message in enumerate(messages):
         parser.add_message(message, f"messages[{index}]")
     return parser.chat
 
 
 class _Parser:
-    def __init__(self, takes_videos: bool, allow_paths: bool, settings: MediaSettings) -> None:
+    def __init__(
+        self, takes_videos: bool, allow_paths: bool, settings: MediaSettings, num_frames: int | None = None
+    ) -> None:
         self.chat = ParsedChat()
         self._takes_videos = takes_videos
         self._allow_paths = allow_paths
         self._settings = settings
+        self._num_frames = num_frames
         self._part_parsers: Mapping[str, Callable[[Mapping[str, Any], str], list[dict[str, Any]]]] = {
             "text": self._text,
             "image": self._image,
@@ -148,6 +157,8 @@ class _Parser:
         return [{"type": "video", "video": video.data}]
 
     def _load_video(self, source: Any, fps: Any) -> MediaItem:
+        if self._num_frames is not None:
+            return self._video_of(self._num_frames, source, fps)
         if not self._settings.changes_frames:
             return load_video(source, fps)
         if not isinstance(source, str | bytes | bytearray | Path):
@@ -155,6 +166,14 @@ class _Parser:
         if fps is not None and self._settings.num_frames is not None:
             raise MediaError("a video part's fps and num_frames in mm_processor_kwargs exclude each other")
         return load_video(source, fps if fps is not None else self._settings.fps, self._settings.num_frames)
+
+    def _video_of(self, num_frames: int, source: Any, fps: Any) -> MediaItem:
+        if fps is not None or self._settings.changes_frames:
+            raise MediaError(f"this model takes {num_frames} frames of any video; leave fps and num_frames out")
+        video = load_video(source, num_frames=num_frames)
+        if len(video.data) != num_frames:
+            raise MediaError(f"this model takes {num_frames} frames of a video, got {len(video.data)}")
+        return video
 
     def _image_part(self, item: MediaItem) -> dict[str, Any]:
         self.chat.media.append(item)

@@ -18,6 +18,7 @@ from polylens.models.families import (
     got_ocr2,
     granite4_vision,
     idefics,
+    instructblipvideo,
     kosmos2,
     llama4,
     llava_onevision,
@@ -135,7 +136,13 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         ),
     ),
     "instructblipvideo": FamilyNotes(
-        refused="its processor takes four frames of a video and no pictures, which polylens does not serve"
+        processor=ProcessorNotes(
+            chat_template=plain_template("InstructBLIP-Video", ""),
+            one_picture=True,
+            num_frames=4,
+            call=instructblipvideo.call,
+            item_inputs=("qformer_input_ids", "qformer_attention_mask"),
+        ),
     ),
     "internvl": FamilyNotes(
         collate=frames.concat_frames,

@@ -67,7 +67,7 @@ def _missing(x: Tensor, largest: Sequence[int]) -> list[int]:
 
 def get_features(inner: Any, kind: MediaKind, batch: Mapping[str, Tensor]) -> Any:
     """transformers' own `get_image_features` or `get_video_features`; without the latter, videos are pictures."""
-    run = getattr(inner, f"get_{kind}_features", inner.get_image_features)
+    run = getattr(inner, f"get_{kind}_features", None) or inner.get_image_features
     return run(**batch, return_dict=True)
 
 
@@ -97,7 +97,9 @@ class ProcessorNotes:
     which are kept by item here).
     written_out: whether the chat template itself writes all tokens of the pictures, equally many for each.
     no_chat: why the processor takes no conversation: such a model is refused.
-    one_picture: whether a request has one picture at most, whose tokens (if it has any) the processor places itself.
+    one_picture: whether a request has one picture (or video, where the model takes no pictures) at most, whose tokens
+    (if it has any) the processor places itself.
+    num_frames: how many frames the model takes of any video; None: as many as a request wants.
     call: how the processor is called, where it takes other arguments than a rendered text with placeholders and a
     list of pictures.
     item_inputs: what the processor returns beside a picture's own tensors that its encoder takes (the question).
@@ -117,6 +119,7 @@ class ProcessorNotes:
     written_out: bool = False
     no_chat: str | None = None
     one_picture: bool = False
+    num_frames: int | None = None
     call: CallProcessor | None = None
     item_inputs: tuple[str, ...] = ()
     media_mask: str | None = None
