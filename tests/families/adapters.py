@@ -126,8 +126,9 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _is_head(name: str) -> bool:
-    """GIT's is `output`, which PEFT takes for other modules' too; IDEFICS' has two parts, which polylens refuses."""
-    return name.endswith("lm_head") or name in ("output", "lm_head.additional_fc")
+    """GIT's is `output`, which PEFT takes for other modules' too; IDEFICS' has two parts, which polylens refuses;
+    T5Gemma 2's is tied to its embedding."""
+    return name.endswith("lm_head") or name in ("output", "lm_head.additional_fc", "lm_head.out_proj")
 
 
 def _is_pointwise(module: nn.Module) -> bool:
@@ -144,7 +145,8 @@ def component_of(name: str) -> str:
         "model.vision_adapter."
     ):  # Muse; Llama 4's is in its tower
         return "connector"
-    in_tower = name.startswith(PICTURE_ENCODERS) or any(mark in name for mark in TOWER_MARKS)
+    encodes_pictures = name.startswith(PICTURE_ENCODERS) and ".text_model." not in name
+    in_tower = encodes_pictures or any(mark in name for mark in TOWER_MARKS)
     return "tower" if in_tower else "language"
 
 

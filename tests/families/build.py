@@ -65,7 +65,10 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(_embedding(model).weight)}
     head = _head(model)
-    norms_twice = model.config.model_type.startswith("gemma") or model.config.get_text_config().model_type == "gemma2"
+    norms_twice = (
+        model.config.model_type.startswith(("gemma", "t5gemma"))
+        or model.config.get_text_config().model_type == "gemma2"
+    )
     strong_norms = _GEMMA_STRONG_NORMS if norms_twice else ()
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -86,7 +89,11 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.add_(noise * 0.1)
 
 
-_GEMMA_STRONG_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+_GEMMA_STRONG_NORMS = (
+    "post_attention_layernorm.weight",
+    "post_self_attn_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+)
 """Gemma norms a layer's output before adding it; other families use the first name for another norm."""
 
 
@@ -98,7 +105,7 @@ def _silence(model: PreTrainedModel, token_ids: list[int]) -> None:
 
 
 def _head(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings() or model.text_decoder.get_output_embeddings()  # BLIP
+    return model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
 
 
 def _embedding(model: PreTrainedModel) -> Any:

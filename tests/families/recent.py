@@ -12,8 +12,10 @@ from tests.families import (
     minimax_m3_vl,
     mistral,
     molmo2,
+    nemotron_h_omni,
     paligemma,
     pixtral,
+    t5gemma2,
 )
 from tests.families.recipes import Family
 
@@ -71,5 +73,19 @@ RECENT_HOSTED: Mapping[str, Family] = {
         takes_videos=True,
     ),
     "mistral_large4": Family(pixtral.pixtral_tokenizer, pixtral.mistral3_processor, mistral.mistral_large4, ("</s>",)),
+    "nemotron_h_omni": Family(
+        nemotron_h_omni.nemotron_tokenizer,
+        nemotron_h_omni.nemotron_processor,
+        nemotron_h_omni.nemotron_h_omni,
+        ("<|im_end|>",),
+        takes_videos=True,
+    ),
+    "t5gemma2": Family(
+        t5gemma2.t5gemma2_tokenizer,
+        t5gemma2.t5gemma2_processor,
+        t5gemma2.t5gemma2,
+        ("<eos>",),
+        takes_turns=False,
+    ),
 }
 """Those that transformers' own generation runs."""

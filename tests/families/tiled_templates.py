@@ -132,6 +132,7 @@ _PLAIN = {
     "Kosmos2_5Processor": lambda num_pictures, text: text,
     "DeepseekOcr2Processor": lambda num_pictures, text: "<image>\n" * num_pictures + text,
     "GotOcr2Processor": _got_text,
+    "Gemma3Processor": lambda num_pictures, text: "<start_of_image>" * num_pictures + text,
     "Florence2Processor": lambda num_pictures, text: text,
     "PaliGemmaProcessor": lambda num_pictures, text: "<image>" * num_pictures + text,
 }

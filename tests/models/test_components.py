@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from polylens.core import Component, LayerKind
-from polylens.models.components import model_layers
+from polylens.models.components import audio_path, model_layers
 from tests.families.build import FAMILIES
 
 Checkpoint = Callable[[str], Path]
@@ -46,6 +46,17 @@ def test_every_linear_layer_has_its_component(family: str, checkpoint: Checkpoin
     assert "lm_head" in by_component[Component.LANGUAGE_MODEL]
     assert all("language_model" in name or name == "lm_head" for name in by_component[Component.LANGUAGE_MODEL])
     assert all("vis" in name for name in by_component[Component.VISION_TOWER])
+
+
+def test_an_encoder_of_text_and_pictures_is_divided(checkpoint: Checkpoint) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint("t5gemma2"))
+    specs = model_layers(model).specs.values()
+    towers = {"vision_tower": Component.VISION_TOWER, "multi_modal_projector": Component.CONNECTOR}
+    assert {spec.component for spec in specs} == set(Component)
+    for spec in specs:
+        expected = [component for name, component in towers.items() if name in spec.name]
+        assert [spec.component] == (expected or [Component.LANGUAGE_MODEL]), spec.name
+    assert audio_path(model) is None
 
 
 @pytest.mark.parametrize(

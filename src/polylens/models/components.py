@@ -44,12 +44,23 @@ def text_model(model: PreTrainedModel) -> nn.Module:
 def picture_encoder(model: PreTrainedModel) -> nn.Module:
     """The tower; the model itself where nothing of it is one."""
     encoder = model.get_encoder(modality="image")
+    if encoder is model.get_encoder() and text_encoder(model) is not None:
+        return encoder.get_encoder(modality="image")  # T5Gemma 2 names the encoder of both, which has a tower
     if encoder is not model and encoder is not model.base_model:
         return encoder
     if model.config.is_encoder_decoder:
         return model.get_encoder()
     named = (module for name, module in model.named_modules() if name.rpartition(".")[2] in _TOWERS_ELSEWHERE)
     return next(named, model)
+
+
+def text_encoder(model: PreTrainedModel) -> nn.Module | None:
+    """What encodes text in an encoder that takes pictures too: the owner of the embedding; None: there is none."""
+    if not model.config.is_encoder_decoder or (encoder := model.get_encoder()) is model:
+        return None
+    embedding = token_embedding(model)
+    owners = (module for module in encoder.modules() if any(child is embedding for child in module.children()))
+    return next(owners, None)
 
 
 def token_embedding(model: PreTrainedModel) -> nn.Module:
@@ -73,7 +84,8 @@ def module_path(model: nn.Module, wanted: nn.Module) -> str:
 def audio_path(model: PreTrainedModel) -> str | None:
     """The path of the encoder of sounds, through which no picture goes; None where there is none."""
     encoder = model.get_encoder(modality="audio")
-    return None if encoder is None or encoder is model else module_path(model, encoder)
+    others = (None, model, model.get_encoder())  # a tower that the config leaves out; T5Gemma 2's encoder of text
+    return None if any(encoder is other for other in others) else module_path(model, encoder)
 
 
 def model_layers(model: PreTrainedModel) -> ModelLayers:
@@ -223,6 +235,8 @@ def _is_linear_over_patches(module: nn.Conv2d | nn.Conv3d) -> bool:
 def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
     tower = module_path(model, picture_encoder(model))
     text = module_path(model, text_model(model))
+    encoder = text_encoder(model)
+    texts = (f"{text}.", f"{text if encoder is None else module_path(model, encoder)}.")
     head = module_path(model, output_head(model))
 
     tower_in_text = tower.startswith(f"{text}.")
@@ -230,7 +244,7 @@ def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
     def locate(name: str) -> Component:
         if tower_in_text and name.startswith(f"{tower}."):
             return Component.VISION_TOWER
-        if name == head or name.startswith(f"{text}."):
+        if name == head or name.startswith(texts):
             return Component.LANGUAGE_MODEL
         if _SECOND_TOWER.search(name):
             return Component.VISION_TOWER

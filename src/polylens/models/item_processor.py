@@ -70,7 +70,9 @@ class ItemProcessor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def __call__(self, media: Any, **options: Any) -> dict[str, Any]:
+    def __call__(self, _: Any = None, **options: Any) -> dict[str, Any]:
+        """What processors hand over, in place or as `images` or `videos`, is what `items` are."""
+        options = {name: value for name, value in options.items() if name not in ("images", "videos")}
         if self._size is not None:
             options["size"] = self._size
         asked = f"{self._settings}|{sorted(options.items())!r}{'|several' if self._is_one_of_several else ''}"

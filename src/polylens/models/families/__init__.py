@@ -234,6 +234,10 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "smolvlm": FamilyNotes(),
     "step3p7": FamilyNotes(),
+    "t5gemma2": FamilyNotes(
+        matmul_parameters=("mm_input_projection_weight",),
+        processor=ProcessorNotes(chat_template=plain_template("T5Gemma 2", "<start_of_image>")),
+    ),
     "unlimited_ocr": FamilyNotes(
         encode=unlimited_ocr.encode, processor=ProcessorNotes(listed_inputs=unlimited_ocr.LISTS)
     ),
