@@ -103,7 +103,7 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     layers = [(name, module) for name, module in model.named_modules() if not _is_in_picture_tokenizer(name)]
     linear = [name for name, module in layers if _is_plain_linear(module)]
     if not any(component_of(name) == "tower" for name in linear):
-        linear += [name for name, module in layers if _is_pointwise(module)]
+        linear += [name for name, module in layers if _is_pointwise(module) and component_of(name) == "tower"]
     modules = [name for name in linear if not _is_head(name) and component_of(name) in wanted]
     has_plain_head = any(
         name.endswith("lm_head") and type(module) is nn.Linear for name, module in model.named_modules()

@@ -47,7 +47,7 @@ def nemotron_h_omni(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         tokenizer,
         "<|im_end|>",
         head_dim=8,
-        layer_types=["linear_attention", "mlp", "full_attention", "moe"],
+        layer_types=["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
         ssm_state_size=8,
         mamba_num_heads=4,
         mamba_head_dim=16,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROOF_VERSION = 5
+PROOF_VERSION = 6
 """Raise whenever the proof may end otherwise for the same model."""
 
 MAX_ERROR = 3e-4

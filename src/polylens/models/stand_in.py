@@ -43,6 +43,8 @@ _SMALL = {
 """Entries of a text config that cost memory but no kind of computation, and what is left of them."""
 _INNER_WIDTH = 64
 _VOCABULARY = 64
+_OF_SINGLE_TOKENS = ("mlp", "moe")
+"""Types of layers through which no token sees another (Nemotron-H): none is the one that shows what others computed."""
 _LAYER_NUMBERS = re.compile(r"(?:_layers|_idx|_idxs|_indices|_indexes)$")
 _FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index")
 """Entries that say from which layer on another kind comes."""
@@ -91,6 +93,9 @@ def _cut_text(text: PreTrainedConfig) -> None:
     """Keep the first layers, as many as have one of every kind among them, and one that shows what these computed."""
     depth = text.num_hidden_layers
     kept = min(depth, max(MIN_TEXT_LAYERS, _layers_with_all_kinds(text, depth) + 1))
+    kinds = getattr(text, "layer_types", None) or ()
+    while kept < min(depth, len(kinds)) and kinds[kept - 1] in _OF_SINGLE_TOKENS:
+        kept += 1
     for name, values in _lists(text):
         if len(values) == depth:
             setattr(text, name, type(values)(values[:kept]))
