@@ -42,13 +42,6 @@ RECENT: Mapping[str, Family] = {
         mixes_kinds=False,
         several_videos=False,
     ),
-    "nemotron_h_omni": Family(
-        nemotron_h_omni.nemotron_tokenizer,
-        nemotron_h_omni.nemotron_processor,
-        nemotron_h_omni.nemotron_h_omni,
-        ("<|im_end|>",),
-        takes_videos=True,
-    ),
     "paligemma2": Family(
         paligemma.paligemma_tokenizer,
         paligemma.paligemma_processor,
@@ -80,6 +73,13 @@ RECENT_HOSTED: Mapping[str, Family] = {
         takes_videos=True,
     ),
     "mistral_large4": Family(pixtral.pixtral_tokenizer, pixtral.mistral3_processor, mistral.mistral_large4, ("</s>",)),
+    "nemotron_h_omni": Family(
+        nemotron_h_omni.nemotron_tokenizer,
+        nemotron_h_omni.nemotron_processor,
+        nemotron_h_omni.nemotron_h_omni,
+        ("<|im_end|>",),
+        takes_videos=True,
+    ),
     "t5gemma2": Family(
         t5gemma2.t5gemma2_tokenizer,
         t5gemma2.t5gemma2_processor,

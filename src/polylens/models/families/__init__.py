@@ -198,6 +198,7 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     ),
     "muse_glimmer": FamilyNotes(media_embed_as_first=True),
     "muse_spark": FamilyNotes(media_embed_as_first=True),
+    "nemotron_h_omni": FamilyNotes(hosted="its videos share a batch only if they are equally large"),
     "ovis2": FamilyNotes(
         encode=ovis2.encode, processor=ProcessorNotes(feature_ids_entries=("visual_indicator_token_ids",))
     ),
