@@ -137,7 +137,7 @@ def _processor(base: Processing, files: ProcessingFiles) -> Any:
         _check_structure(_own_settings(real), own, "processor_config.json")
     template = _template(base, files.template)
     same_parts = all(part is getattr(real, name) for name, part in parts.items())
-    if same_parts and own == _own_settings(real) and template == base.template:
+    if same_parts and _as_saved(own) == _as_saved(_own_settings(real)) and template == base.template:
         return real
     with _naming("the processor settings"):
         processor = type(real).from_args_and_dict(list(parts.values()), own)
@@ -274,6 +274,11 @@ def _own_settings(processor: Any) -> dict[str, Any]:
     """Of the processor itself, beside its parts."""
     skipped = {*processor.get_attributes(), *_NO_ARGUMENTS}
     return {name: value for name, value in processor.to_dict().items() if name not in skipped}
+
+
+def _as_saved(settings: Mapping[str, Any]) -> str:
+    """As files have them: Aria's processor has numbers as keys, its file their digits."""
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _given_settings(real: Any, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -95,7 +95,8 @@ class ItemProcessor:
 
     def _processed(self, data: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         if not self._is_one_of_several:
-            return dict(self.real([[data]], **options))
+            output = self.real([[data]], **options)
+            return {"pixel_values": output} if isinstance(output, torch.Tensor) else dict(output)  # IDEFICS' are pixels
         twice = self.real([[data, data]], **options)
         return {name: value[:1] for name, value in twice.items()}
 
