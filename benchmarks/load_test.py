@@ -39,11 +39,12 @@ from PIL import Image
 from polylens.config import EngineConfig
 from polylens.engine.compare import LOGIT_TOLERANCE, MAX_TIE_FRACTION, TIE_GAP
 from polylens.engine.thread import EngineThread
+from polylens.models.loading import load_model as load
 from polylens.server.app import build_app
 from polylens.server.options import AdapterPolicy, ServerOptions
 from polylens.server.run import listen, uvicorn_config
 from polylens.server.service import Service
-from polylens.server.start import load, start
+from polylens.server.start import start
 
 MODEL = "base"
 MAX_TOKENS = 8

@@ -225,7 +225,8 @@ def load_row(tally: Tally, seconds: float, requests: int, running: int) -> dict[
 
 def throughput_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
     """Plain requests, none repeated while it is in the caches' reach: one process, one replica, two."""
-    from polylens.server.start import load, start
+    from polylens.models.loading import load_model as load
+    from polylens.server.start import start
 
     adapters = data.adapter_paths()
     work = Load(list(adapters), pictures(2), data.PROMPT, clients, requests, root, (root, root))

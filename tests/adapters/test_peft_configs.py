@@ -92,8 +92,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "target_modules": target,
         "use_rslora": draw(st.booleans()),
         "bias": draw(st.sampled_from(["none", "all", "lora_only"])),
-        "rank_pattern": draw(st.dictionaries(patterns, st.integers(1, 6), max_size=2)),
-        "alpha_pattern": draw(st.dictionaries(patterns, st.integers(1, 9), max_size=2)),
+        "rank_pattern": _as_in_a_file(draw(st.dictionaries(patterns, st.integers(1, 6), max_size=2))),
+        "alpha_pattern": _as_in_a_file(draw(st.dictionaries(patterns, st.integers(1, 9), max_size=2))),
         "modules_to_save": [name for name in saved if name not in targeted] or None,
         "use_dora": extra.endswith("dora"),
         "lora_bias": extra == "lora_bias",
@@ -105,6 +105,11 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     elif draw(st.booleans()):
         options["exclude_modules"] = draw(st.sampled_from([["fc2"], ["layers.0.q_proj"], r".*layers\.1\..*"]))
     return options
+
+
+def _as_in_a_file(pattern: dict[str, int]) -> dict[str, int]:
+    """Sorted: the first key that matches counts, and PEFT cannot load what it trained with keys in another order."""
+    return dict(sorted(pattern.items()))
 
 
 @settings(

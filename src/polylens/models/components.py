@@ -84,7 +84,8 @@ def module_path(model: nn.Module, wanted: nn.Module) -> str:
 def audio_path(model: PreTrainedModel) -> str | None:
     """The path of the encoder of sounds, through which no picture goes; None where there is none."""
     encoder = model.get_encoder(modality="audio")
-    others = (None, model, model.get_encoder())  # a tower that the config leaves out; T5Gemma 2's encoder of text
+    # None for a tower that the config leaves out; T5Gemma 2 gives its encoder of text.
+    others = (None, model, model.base_model, model.get_encoder())
     return None if any(encoder is other for other in others) else module_path(model, encoder)
 
 
