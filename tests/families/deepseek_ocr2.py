@@ -29,19 +29,22 @@ def deepseek_ocr2_tokenizer() -> PreTrainedTokenizerBase:
     return qwen_tokenizer(SPECIAL, eos="<eos>", pad="<pad>", bos="<bos>")
 
 
+SAM_CONFIG = {
+    "hidden_size": 32,
+    "output_channels": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "window_size": 5,
+    "global_attn_indexes": [1],
+    "mlp_dim": 64,
+    "downsample_channels": [24, 32],
+}
+"""Of the tower that sees whole pictures; Unlimited-OCR has the same."""
+
+
 def deepseek_ocr2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    sam = {
-        "hidden_size": 32,
-        "output_channels": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SIDE,
-        "patch_size": PATCH,
-        "window_size": 5,
-        "global_attn_indexes": [1],
-        "mlp_dim": 64,
-        "downsample_channels": [24, 32],
-    }
     encoder = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -64,7 +67,7 @@ def deepseek_ocr2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     )
     config = DeepseekOcr2Config(
         text_config=text,
-        vision_config={"sam_config": sam, "encoder_config": encoder},
+        vision_config={"sam_config": SAM_CONFIG, "encoder_config": encoder},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     )
     return DeepseekOcr2ForConditionalGeneration(config)

@@ -12,13 +12,11 @@ from transformers import (
     UnlimitedOcrProcessor,
 )
 
+from tests.families.deepseek_ocr2 import PATCH, SAM_CONFIG, SIDE
 from tests.families.recipes import text_config
 from tests.families.squares_templates import CHATML_SPECIAL, chatml
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
-SIDE = 36
-PATCH = 3
-"""SAM's grid of 12 x 12 becomes 3 x 3."""
 WINDOW = 2
 """Generated tokens that a generated token sees, besides the prompt."""
 
@@ -28,18 +26,6 @@ def unlimited_ocr_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def unlimited_ocr(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    sam = {
-        "hidden_size": 32,
-        "output_channels": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SIDE,
-        "patch_size": PATCH,
-        "window_size": 5,
-        "global_attn_indexes": [1],
-        "mlp_dim": 64,
-        "downsample_channels": [24, 32],
-    }
     encoder = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -60,7 +46,7 @@ def unlimited_ocr(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     )
     config = UnlimitedOcrConfig(
         text_config=text,
-        vision_config={"sam_config": sam, "encoder_config": encoder},
+        vision_config={"sam_config": SAM_CONFIG, "encoder_config": encoder},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     )
     return UnlimitedOcrForConditionalGeneration(config)

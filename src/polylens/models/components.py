@@ -144,10 +144,7 @@ def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> 
             yield LayerSpec(name, locate(name), LayerKind.ROUTER, width, num_experts)
             continue
         if isinstance(module, nn.Linear):
-            inputs, out = (
-                int(module.in_features),
-                int(module.out_features),
-            )  # Inkling makes layers with tensors as sizes
+            inputs, out = int(module.in_features), int(module.out_features)  # tensors in Inkling
             yield LayerSpec(name, locate(name), LayerKind.LINEAR, inputs, out)
             continue
         if (kind := experts_kind(module)) and locate(name) is Component.LANGUAGE_MODEL:
