@@ -64,7 +64,7 @@ class Local:
         """The deadlines of all requests in flight are over now."""
 
         def pass_() -> None:
-            for handle in self.thread._in_flight():
+            for handle in self.thread._requests.all():
                 handle.deadline = 0.0
 
         self.thread.call(pass_).result()

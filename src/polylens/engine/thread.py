@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import queue
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from polylens.engine.copies import request_copies
-from polylens.engine.handle import Queued, RequestHandle, RequestTimes
-from polylens.engine.outbox import Outbox
+from polylens.engine.handle import RequestHandle, RequestTimes
+from polylens.engine.in_flight import InFlight
+from polylens.engine.mailbox import Mailbox
 from polylens.engine.stats import EngineStats, collect
 from polylens.errors import (
-    AbortedError,
-    DeadlineError,
     EngineFailedError,
     InternalError,
     PolylensError,
@@ -33,6 +31,7 @@ from polylens.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from polylens.adapters.load import LoadReport
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from polylens.engine.adapter_lease import Unloaded
     from polylens.engine.adapter_store import AdapterStore
     from polylens.engine.engine import Engine
-    from polylens.engine.handle import Event
-    from polylens.engine.prepare import PreparedRequest
     from polylens.models.loading import LoadedModel
 
 T = TypeVar("T")
@@ -78,23 +75,19 @@ class EngineThread:
         self._ids = itertools.count()
         self._workers = ThreadPoolExecutor(num_workers, "polylens-prepare")
         self._loaders = ThreadPoolExecutor(1, "polylens-adapters")
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox = Outbox()
-        self._followers: dict[RequestHandle, list[tuple[RequestHandle, PreparedRequest]]] = {}
-        """By the first copy of a request, the others while they wait for its prompt to be computed."""
+        self._mailbox = Mailbox()
         self._thread = threading.Thread(target=self._run, name="polylens-engine", daemon=True)
         self._ready = threading.Event()
+        self._stopped = False
         self._stats = EngineStats()
         self._stats_at = 0.0
         self._tasks: set[asyncio.Task[int]] = set()
         """Unloads under way: a loop keeps only weak references to its tasks."""
-        # Guarded by the lock, which is never held while anything slow happens.
+        # The lock guards what follows, and is never held while anything slow happens.
         self._lock = threading.Condition()
-        self._handles: dict[str, RequestHandle] = {}
+        self._requests = InFlight(engine, self._lock)
         self._draining = False
         self._hurried = False
-        self._stopped = False
-        self._closed = False
         self._failure: EngineFailedError | None = None
 
     # ---- life
@@ -140,7 +133,7 @@ class EngineThread:
     @property
     def num_in_flight(self) -> int:
         """Requests taken in and not ended: being prepared, waiting or running."""
-        return len(self._handles)
+        return len(self._requests)
 
     def wait_idle(self, limit_s: float) -> bool:
         """Wait until no request is in flight (or the thread has failed), for so long at most; whether it is so."""
@@ -148,7 +141,7 @@ class EngineThread:
             return self._lock.wait_for(self._is_idle, timeout=limit_s)
 
     def _is_idle(self) -> bool:
-        return not self._handles or self._failure is not None
+        return not self._requests or self._failure is not None
 
     def stop(self, limit_s: float = 0.0) -> None:
         """Refuse new requests, let the others end for up to `limit_s` seconds, end the rest, stop the thread.
@@ -159,7 +152,7 @@ class EngineThread:
             self._draining = True
             self._lock.wait_for(lambda: self._hurried or self._is_idle(), timeout=limit_s)
         if self._thread.ident is not None:
-            self._post_if_alive(self._stop)
+            self._mailbox.post_if_open(self._stop)
             self._thread.join()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._loaders.shutdown(wait=True, cancel_futures=True)
@@ -194,33 +187,35 @@ class EngineThread:
         Copy k draws from seed + k where there is a seed, and is called "ID-k" where the request has an id.
         """
         requests = request_copies(request, count)
-        handles: list[RequestHandle] = []
         now = time.monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         with self._lock:
             self._check_accepts(requests)
             # All copies answer for one adapter, whatever is loaded under its name meanwhile.
             leases = [self._engine.registry.lease(request.adapter) for _ in requests]
-            for one, lease in zip(requests, leases, strict=True):
-                name = one.request_id or f"request-{next(self._ids)}"
-                handle = RequestHandle(name, one, lease, RequestTimes(now), deadline, self._ask_abort)
-                self._handles[name] = handle
-                handles.append(handle)
+            handles = [
+                RequestHandle(self._id_of(one), one, lease, RequestTimes(now), deadline, self._ask_abort)
+                for one, lease in zip(requests, leases, strict=True)
+            ]
+            self._requests.add(handles)
         self._workers.submit(self._prepare, handles, allow_paths)
         if deadline is not None:
             # The thread may be asleep, to be woken no later than the deadlines it knows.
-            self._post_if_alive(_nothing)
+            self._mailbox.post_if_open(_nothing)
         return handles
+
+    def _id_of(self, request: Request) -> str:
+        return request.request_id or f"request-{next(self._ids)}"
 
     def _check_accepts(self, requests: Sequence[Request]) -> None:
         if self._failure is not None:
             raise self._failure
         if self._draining or not self._ready.is_set():
             raise ShuttingDownError("the engine is not taking requests: it is starting or being stopped")
-        if len(self._handles) + len(requests) > self._max_in_flight:
-            raise QueueFullError(f"{len(self._handles)} requests are running or waiting already; try again later")
+        if len(self._requests) + len(requests) > self._max_in_flight:
+            raise QueueFullError(f"{len(self._requests)} requests are running or waiting already; try again later")
         for request in requests:
-            if request.request_id in self._handles:
+            if request.request_id in self._requests:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
 
     def _prepare(self, handles: list[RequestHandle], allow_paths: bool) -> None:
@@ -234,14 +229,14 @@ class EngineThread:
             prepared = self._engine.prepare(first.request, adapter=first.lease.adapter, allow_paths=allow_paths)
         except Exception as error:  # noqa: BLE001  (it must reach the callers, whatever it is)
             failure = error if isinstance(error, PolylensError) else _internal(error)
-            self._post_if_alive(lambda: self._end_all(handles, failure))
+            self._mailbox.post_if_open(lambda: self._requests.end_all(handles, failure))
             return
         copies = [prepared.copy(handle.request) for handle in handles]
-        self._post_if_alive(lambda: self._take_prepared(handles, copies))
+        self._mailbox.post_if_open(lambda: self._requests.queue(handles, copies))
 
     def _ask_abort(self, handle: RequestHandle) -> None:
         if handle.times.ended is None:
-            self._post_if_alive(lambda: self._end(handle, AbortedError(f"{handle.request_id} was aborted")))
+            self._mailbox.post_if_open(lambda: self._requests.abort(handle))
 
     # ---- between steps
 
@@ -250,9 +245,7 @@ class EngineThread:
 
         Raises EngineFailedError or ShuttingDownError when there is no thread to run it.
         """
-        future: Future[T] = Future()
-        self._post(lambda: self._fulfil(future, fn))
-        return future
+        return self._mailbox.call(fn)
 
     async def run(self, fn: Callable[[Engine], T]) -> T:
         """`call` for loops: `fn` gets the engine, and must be short, as all requests wait for it."""
@@ -261,6 +254,7 @@ class EngineThread:
     async def check_integrity(self) -> None:
         """Raise InternalError unless the engine's pages, caches and requests agree."""
         await self.run(lambda engine: engine.check_integrity())
+        await self.run(lambda _: self._requests.check_integrity())
 
     async def load_adapter(
         self, name: str, path: str | Path, *, replace: bool = False, pinned: bool = False, prefetch: bool = False
@@ -302,173 +296,35 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001  (whatever it is, every request must hear of it)
             self._fail(error)
         finally:
-            self._refuse_commands()
+            self._mailbox.close(self._failure or ShuttingDownError("the engine has been stopped"))
             self._ready.set()
 
     def _turn(self) -> None:
         """Do what was posted, end what is overdue, run one step if there is work, pass on what it gave."""
-        self._do_commands()
-        self._end_overdue()
+        self._mailbox.do(0.0 if self._engine.has_unfinished() else self._requests.seconds_to_deadline())
+        self._requests.end_overdue()
         if self._engine.has_unfinished():
-            outputs = self._engine.step()
-            self._note_admitted()
-            for output in outputs:
-                self._pass_on(output.request_id, output.delta or output.error)
+            self._requests.take_outputs(self._engine.step())
         self._refresh_stats()
-        self._flush()
-
-    def _do_commands(self) -> None:
-        if not self._engine.has_unfinished():
-            try:
-                self._commands.get(timeout=self._seconds_to_deadline())()
-            except queue.Empty:
-                return
-        while not self._commands.empty():
-            self._commands.get()()
-
-    def _seconds_to_deadline(self) -> float | None:
-        deadlines = [handle.deadline for handle in self._in_flight() if handle.deadline is not None]
-        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
-
-    def _take_prepared(self, handles: list[RequestHandle], copies: list[PreparedRequest]) -> None:
-        """Queue the first copy; the others follow when its prompt is computed, and find it in the prefix cache."""
-        pairs = [pair for pair in zip(handles, copies, strict=True) if pair[0].times.ended is None]
-        for handle, prepared in pairs:
-            handle.times.queued = time.monotonic()
-            handle.prompt_tokens, handle.processing = len(prepared.prompt.token_ids), prepared.processing
-        if len(pairs) > 1 and self._engine.prefix_cache is not None:
-            self._followers[pairs[0][0]] = pairs[1:]
-            pairs = pairs[:1]
-        self._enqueue(pairs)
-
-    def _enqueue(self, pairs: list[tuple[RequestHandle, PreparedRequest]]) -> None:
-        for handle, prepared in pairs:
-            if handle.times.ended is not None:
-                continue
-            try:
-                self._engine.enqueue(prepared, handle.lease, handle.request_id)
-            except PolylensError as error:
-                self._end(handle, error)
-                continue
-            for one in (handle, *(follower for follower, _ in self._followers.get(handle, ()))):
-                self._send(one, Queued())
-
-    def _note_admitted(self) -> None:
-        for seq in self._engine.scheduler.running:
-            handle = self._handles.get(seq.request_id)
-            if handle is not None and handle.times.admitted is None:
-                handle.times.admitted = time.monotonic()
-
-    def _pass_on(self, request_id: str, event: Any) -> None:
-        handle = self._handles.get(request_id)
-        if handle is None:
-            raise InternalError(f"a step's output for {request_id!r}, which nobody submitted")
-        if isinstance(event, PolylensError):
-            self._end(handle, event)
-            return
-        times, now = handle.times, time.monotonic()
-        times.admitted = times.admitted or now
-        times.first_token = times.first_token or now
-        self._enqueue(self._followers.pop(handle, []))
-        if event.completion is not None:
-            self._forget(handle)
-        self._send(handle, event)
-
-    def _end_overdue(self) -> None:
-        now = time.monotonic()
-        for handle in self._in_flight():
-            if handle.deadline is not None and handle.deadline <= now:
-                waited = now - handle.times.submitted
-                self._end(handle, DeadlineError(f"the request was not done within its deadline ({waited:.1f} s)"))
-
-    def _end_all(self, handles: list[RequestHandle], error: PolylensError) -> None:
-        for handle in handles:
-            self._end(handle, error)
-
-    def _end(self, handle: RequestHandle, error: PolylensError) -> None:
-        """End a request wherever it is, freeing what it holds; nothing happens if it has ended."""
-        if handle.times.ended is None:
-            self._engine.abort(handle.request_id)
-            self._forget(handle)
-            self._send(handle, error)
-            self._enqueue(self._followers.pop(handle, []))
-
-    def _in_flight(self) -> list[RequestHandle]:
-        with self._lock:
-            return list(self._handles.values())
-
-    def _forget(self, handle: RequestHandle) -> None:
-        handle.times.ended = time.monotonic()
-        # The engine has released it where the request got that far; releasing twice does nothing.
-        handle.lease.release()
-        with self._lock:
-            del self._handles[handle.request_id]
-            self._lock.notify_all()
-
-    def _send(self, handle: RequestHandle, event: Event) -> None:
-        self._outbox.put(handle, event)
-
-    def _flush(self) -> None:
-        """Hand the events of this turn to their loops, one call a loop."""
-        for handle in self._outbox.flush():
-            self._end(handle, AbortedError("the loop of the request's caller is closed"))
-            self._outbox.drop(handle.loop)
+        self._requests.flush()
 
     def _refresh_stats(self) -> None:
         now = time.monotonic()
         if now - self._stats_at >= STATS_INTERVAL_S or not self._engine.has_unfinished():
             self._stats, self._stats_at = collect(self._engine), now
 
-    # ---- ending
-
     def _stop(self) -> None:
-        self._end_all(self._in_flight(), ShuttingDownError("the engine is being stopped"))
-        self._flush()
-        with self._lock:
-            self._stopped = True
+        self._requests.end_all(self._requests.all(), ShuttingDownError("the engine is being stopped"))
+        self._requests.flush()
+        self._stopped = True
 
     def _fail(self, error: Exception) -> None:
-        """The engine broke: its state is not to be trusted, so nothing of it is called any more."""
         failure = EngineFailedError(f"the engine stopped working: {type(error).__name__}: {error}")
         failure.__cause__ = error
         with self._lock:
             self._failure = failure
-        for handle in self._in_flight():
-            self._forget(handle)
-            self._send(handle, failure)
-        self._flush()
-
-    def _refuse_commands(self) -> None:
-        """Let what was posted too late find out that the thread has ended."""
-        with self._lock:
-            self._stopped = self._closed = True
-        while not self._commands.empty():
-            self._commands.get()()
-
-    def _fulfil(self, future: Future[T], fn: Callable[[], T]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            if self._closed:
-                raise self._failure or ShuttingDownError("the engine has been stopped")
-            future.set_result(fn())
-        except Exception as error:  # noqa: BLE001  (it belongs to whoever waits for the future)
-            future.set_exception(error)
-
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._stopped:
-                raise ShuttingDownError("the engine has been stopped")
-            self._commands.put(command)
-
-    def _post_if_alive(self, command: Callable[[], None]) -> None:
-        """Post what no longer matters once the thread has ended, since every request has ended with it."""
-        try:
-            self._post(command)
-        except (EngineFailedError, ShuttingDownError):
-            return
+        self._requests.fail(failure)
+        self._requests.flush()
 
 
 def _internal(error: Exception) -> InternalError:
