@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.adapters.fit import parameter_name
+from polylens.adapters.base_parameters import parameter_name
 from polylens.core import EXPERT_KINDS, Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError
 

@@ -7,15 +7,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polylens.adapters.base_parameters import (
+    expected_shape,
+    is_copy,
+    is_of_tokens,
+    is_own_parameter,
+    num_tokens,
+    parameter_name,
+    tied_heads,
+    tied_layers,
+)
 from polylens.adapters.completeness import missing_biases, missing_modules, missing_tokens
 from polylens.adapters.experts import fit_experts, join_experts
+from polylens.adapters.factor_fit import factors_refusal, fit_factors
 from polylens.adapters.fused import join_parts, split_whole
 from polylens.adapters.layer_fit import LayerFit
 from polylens.adapters.names import Found, LayerNames
+from polylens.adapters.oddities import oddities
 from polylens.adapters.options import DEFAULT_EMBEDDING, Refusal
 from polylens.adapters.pairs import pair_tensors
-from polylens.adapters.patterns import ALL_LINEAR, is_targeted, pattern_fault
-from polylens.core import BARE_KINDS, EXPERT_KINDS, FACTOR_KINDS, LayerKind
+from polylens.core import BARE_KINDS, EXPERT_KINDS, LayerKind
 from polylens.errors import AdapterMismatchError, AdapterUnsupportedError
 
 if TYPE_CHECKING:
@@ -80,11 +91,9 @@ class _Fitting:
         self._tie_heads()
         self._check_vocabulary()
         self._check_complete(paired)
-        if self._options.fan_in_fan_out and any(fit.spec.kind is LayerKind.MATMUL for fit in self._fits.values()):
-            # PEFT raises as well. For linear layers it ignores the option, and so do we: it is about Conv1D weights.
-            self._unsupported.append(Refusal("fan_in_fan_out", "not defined for a bare parameter"))
+        self._check_orientation()
         ordered = tuple(self._fits[name] for name in self._layers.specs if name in self._fits)
-        warnings = (*self._warnings, *_warnings(ordered, self._options, self._layers))
+        warnings = (*self._warnings, *oddities(ordered, self._options, self._layers))
         return Fit(ordered, tuple(self._problems), tuple(self._unsupported), warnings, self._num_copies)
 
     def _without_vision(self, paired: PairedTensors) -> PairedTensors:
@@ -132,13 +141,13 @@ class _Fitting:
         if spec.kind in EXPERT_KINDS:
             self._keep(pair, *fit_experts(pair, self._names.experts(pair.module), self._options), len(pair.names))
             return
-        if refusal := _pair_refusal(pair, spec):
+        if refusal := factors_refusal(pair, spec):
             self._unsupported.append(refusal)
             return
         self._add_fit(pair, spec, len(pair.names) or 2)
 
     def _add_fit(self, pair: FactorPair, spec: LayerSpec, num_tensors: int) -> None:
-        self._keep(pair, *_fit_layer(pair, spec, self._options), num_tensors)
+        self._keep(pair, *fit_factors(pair, spec, self._options), num_tensors)
 
     def _keep(self, pair: FactorPair, fit: LayerFit | None, wrong: str, num_tensors: int) -> None:
         if fit is None:
@@ -152,22 +161,11 @@ class _Fitting:
         if is_own_parameter(part, self._names, self._layers):
             # Of no layer, so it cannot be applied and need not be: buffers of a saved router, say.
             self._num_copies += 1
-            return
-        spec = self._spec_of(part.module, "modules_to_save", part.parameter)
-        if spec is None:
-            return
-        role = "weight" if spec.kind in BARE_KINDS else part.parameter
-        expected = expected_shape(spec, role, self._layers)
-        wrong = None
-        if spec.kind in BARE_KINDS and part.parameter != spec.name.rpartition(".")[2]:
-            wrong = f"{part.name}: {part.module} has no such parameter that polylens can replace"
-        elif expected is None:
-            wrong = f"{part.name}: the model's layer {spec.name} has no {part.parameter}"
-        elif tuple(part.value.shape) != expected and not self._has_more_tokens(spec, role, part.value, expected):
-            wrong = f"{part.name} has shape {tuple(part.value.shape)}, the model's layer {expected}"
-            if _is_of_tokens(spec):
-                wrong += f": the adapter is for {part.value.shape[0]} tokens, the model has {expected[0]}"
-        if wrong is not None:
+        elif spec := self._spec_of(part.module, "modules_to_save", part.parameter):
+            self._add_parameter(part, spec, "weight" if spec.kind in BARE_KINDS else part.parameter)
+
+    def _add_parameter(self, part: WholeTensor, spec: LayerSpec, role: str) -> None:
+        if wrong := self._parameter_problem(part, spec, role):
             self._problems.append(wrong)
             return
         if role == "bias":
@@ -175,35 +173,54 @@ class _Fitting:
         fit = self._fits.get(spec.name, LayerFit.empty(spec, part.module))
         if role in fit.values:
             self._problems.append(f"{part.name}: the {role} of {spec.name} is in the file under another name as well")
-            return
-        if is_copy(part.value, self._layers.parameters.get(parameter_name(spec, role))):
-            # PEFT saves the head's and the embeddings' own weights beside their factors, and with bias="all" the
-            # biases of layers that were not trained.
+        elif self._is_base_models(part, spec, role):
             self._num_copies += 1
-            return
-        may_be_copy = tuple(part.value.shape) == expected
+        elif self._may_be_of_either(part, spec, role):
+            self._problems.append(
+                f"{part.name} is not the model's own and not in modules_to_save; as head and embedding are tied, "
+                "which of them it is for cannot be told"
+            )
+        else:
+            values = {**fit.values, role: part.value}
+            self._fits[spec.name] = replace(fit, values=values, num_tensors=fit.num_tensors + 1)
+
+    def _parameter_problem(self, part: WholeTensor, spec: LayerSpec, role: str) -> str | None:
+        expected, shape = expected_shape(spec, role, self._layers), tuple(part.value.shape)
+        if spec.kind in BARE_KINDS and part.parameter != spec.name.rpartition(".")[2]:
+            return f"{part.name}: {part.module} has no such parameter that polylens can replace"
+        if expected is None:
+            return f"{part.name}: the model's layer {spec.name} has no {part.parameter}"
+        if shape == expected or self._has_more_tokens(spec, role, part.value, expected):
+            return None
+        of_tokens = f": the adapter is for {shape[0]} tokens, the model has {expected[0]}" if is_of_tokens(spec) else ""
+        return f"{part.name} has shape {shape}, the model's layer {expected}{of_tokens}"
+
+    def _is_base_models(self, part: WholeTensor, spec: LayerSpec, role: str) -> bool:
+        """Whether the value is the base model's own.
+
+        PEFT saves the head's and the embeddings' own weights beside their factors, and with bias="all" the biases of
+        layers that were not trained.
+        """
+        own = self._layers.parameters[parameter_name(spec, role)]
+        if is_copy(part.value, own):
+            return True
+        rounded_too = self._may_be_of_either(part, spec, role)
+        return rounded_too and is_copy(own.to(part.value.dtype).cpu(), part.value)
+
+    def _may_be_of_either(self, part: WholeTensor, spec: LayerSpec, role: str) -> bool:
+        """Whether it may be for the embedding as well as for the head, which have one weight in the model."""
+        same_shape = tuple(part.value.shape) == expected_shape(spec, role, self._layers)
         tied = role == "weight" and spec.name in tied_layers(self._layers)
-        if tied and may_be_copy and not self._is_saved(part.module):
-            own = self._layers.parameters[parameter_name(spec, role)]
-            if is_copy(own.to(part.value.dtype).cpu(), part.value):
-                self._num_copies += 1  # the model's own, rounded when it was saved
-            else:
-                self._problems.append(
-                    f"{part.name} is not the model's own and not in modules_to_save; as head and embedding are tied, "
-                    "which of them it is for cannot be told"
-                )
-            return
-        values = {**fit.values, role: part.value}
-        self._fits[spec.name] = replace(fit, values=values, num_tensors=fit.num_tensors + 1)
+        return same_shape and tied and not self._is_saved(part.module)
 
     def _has_more_tokens(self, spec: LayerSpec, role: str, value: torch.Tensor, expected: tuple[int, ...]) -> bool:
         """Whether it is an embedding or a head of the model's tokens and of further ones, and those can be served."""
         taller = value.dim() == 2 and value.shape[0] > expected[0] and value.shape[1] == expected[-1]
-        return self._layers.more_tokens and _is_of_tokens(spec) and role == "weight" and taller
+        return self._layers.more_tokens and is_of_tokens(spec) and role == "weight" and taller
 
     def _check_vocabulary(self) -> None:
         """Where the adapter brings tokens, embedding and head must both have them, and factors on neither."""
-        own = {spec.name: _num_tokens(spec) for spec in self._layers.specs.values() if _is_of_tokens(spec)}
+        own = {spec.name: num_tokens(spec) for spec in self._layers.specs.values() if is_of_tokens(spec)}
         fits = {name: fit for name, fit in self._fits.items() if name in own and "weight" in fit.values}
         sizes = {**own, **{name: fit.values["weight"].shape[0] for name, fit in fits.items()}}
         more = [name for name, size in sizes.items() if size > own[name]]
@@ -221,7 +238,7 @@ class _Fitting:
         if not self._options.ensure_weight_tying:
             return
         for fit in [fit for fit in self._fits.values() if fit.spec.kind is LayerKind.EMBEDDING and not fit.token_ids]:
-            for name in _tied_heads(fit.spec, self._layers):
+            for name in tied_heads(fit.spec, self._layers):
                 tied = replace(
                     fit, spec=self._layers.specs[name], a=fit.b.T.contiguous(), b=fit.a.T.contiguous(), num_tensors=0
                 )
@@ -237,6 +254,11 @@ class _Fitting:
         self._problems += problems
         self._warnings += warnings
 
+    def _check_orientation(self) -> None:
+        if self._options.fan_in_fan_out and any(fit.spec.kind is LayerKind.MATMUL for fit in self._fits.values()):
+            # PEFT raises as well. For linear layers it ignores the option, and so do we: it is about Conv1D weights.
+            self._unsupported.append(Refusal("fan_in_fan_out", "not defined for a bare parameter"))
+
     def _is_saved(self, module: str) -> bool:
         """Whether `modules_to_save` names the module, or the embedding and the module goes with it."""
         if self._options.ensure_weight_tying and any(
@@ -250,8 +272,7 @@ class _Fitting:
         if spec is None:
             return
         if spec.kind is not LayerKind.EMBEDDING:
-            reason = f"{tokens.module} is not the token embedding"
-            self._unsupported.append(Refusal("trainable_token_indices", reason))
+            self._refuse_tokens(f"{tokens.module} is not the token embedding")
             return
         by_module = self._options.token_ids
         ids = next((ids for path, ids in by_module.items() if f".{tokens.module}".endswith(f".{path}")), None)
@@ -263,90 +284,25 @@ class _Fitting:
             )
             return
         order = sorted(range(len(ids)), key=ids.__getitem__)
-        rows = tokens.rows[order].contiguous()
-        for name in (spec.name, *_tied_heads(spec, self._layers)):
-            target = self._layers.specs[name]
-            fit = self._fits.get(name, LayerFit.empty(target, tokens.module))
-            if fit.rank or fit.values:
-                reason = f"{name} has trained tokens beside other changes"
-                self._unsupported.append(Refusal("trainable_token_indices", reason))
-                continue
-            num = 1 if name == spec.name else 0
-            ordered_ids = tuple(ids[i] for i in order)
-            self._fits[name] = replace(fit, token_ids=ordered_ids, token_rows=rows, num_tensors=num)
+        rows = replace(tokens, rows=tokens.rows[order].contiguous())
+        for name in (spec.name, *tied_heads(spec, self._layers)):
+            self._add_rows(name, rows, tuple(ids[i] for i in order), num_tensors=1 if name == spec.name else 0)
 
+    def _add_rows(self, name: str, tokens: TrainedTokens, ids: tuple[int, ...], num_tensors: int) -> None:
+        """ids: ascending, as the rows of `tokens` are."""
+        fit = self._fits.get(name, LayerFit.empty(self._layers.specs[name], tokens.module))
+        if fit.rank or fit.values:
+            self._refuse_tokens(f"{name} has trained tokens beside other changes")
+        else:
+            self._fits[name] = replace(fit, token_ids=ids, token_rows=tokens.rows, num_tensors=num_tensors)
 
-def _is_of_tokens(spec: LayerSpec) -> bool:
-    """Whether it is the token embedding or the head: one row of weights a token."""
-    return spec.kind is LayerKind.EMBEDDING or (spec.kind is LayerKind.LINEAR and spec.name.endswith("lm_head"))
-
-
-def _num_tokens(spec: LayerSpec) -> int:
-    return spec.in_features if spec.kind is LayerKind.EMBEDDING else spec.out_features
+    def _refuse_tokens(self, reason: str) -> None:
+        self._unsupported.append(Refusal("trainable_token_indices", reason))
 
 
 def _same_tensors(one: LayerFit, other: LayerFit) -> bool:
     ours, theirs = one.tensors(), other.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[role], theirs[role]) for role in ours)
-
-
-def parameter_name(spec: LayerSpec, role: str) -> str:
-    """The name of a layer's weight or bias in the model's state."""
-    return spec.name if spec.kind in BARE_KINDS else f"{spec.name}.{role}"
-
-
-def expected_shape(spec: LayerSpec, role: str, layers: ModelLayers) -> tuple[int, ...] | None:
-    """The shape of the base layer's own parameter; None if it has none."""
-    own = layers.parameters.get(parameter_name(spec, role))
-    return None if own is None else tuple(own.shape)
-
-
-def is_own_parameter(part: WholeTensor, names: LayerNames, layers: ModelLayers) -> bool:
-    """Whether the tensor is of a module that takes no delta, and the model's own."""
-    if isinstance(names.find(part.module), Found):
-        return False
-    paths = {part.module, layers.rename(part.module)}
-    owned = (layers.parameters.get(f"{path}.{part.parameter}") for path in paths)
-    return any(value is not None and value.shape == part.value.shape and is_copy(part.value, value) for value in owned)
-
-
-def is_copy(value: torch.Tensor, base: torch.Tensor | None) -> bool:
-    """Whether a saved parameter is the base model's own (to the dtype the model runs in)."""
-    if base is None or base.is_meta:
-        return False
-    return bool(torch.equal(value.to(base.dtype), base.cpu()))
-
-
-def tied_layers(layers: ModelLayers) -> set[str]:
-    """The token embedding and the heads that share its weight; empty where none does."""
-    embeddings = [spec for spec in layers.specs.values() if spec.kind is LayerKind.EMBEDDING]
-    return {name for spec in embeddings for head in _tied_heads(spec, layers) for name in (spec.name, head)}
-
-
-def _tied_heads(spec: LayerSpec, layers: ModelLayers) -> tuple[str, ...]:
-    """Linear layers whose weight is the embedding's own: PEFT trains their rows together."""
-    # Parameters that are read from files when they are looked up have an outline, whose objects tell them apart.
-    parameters = getattr(layers.parameters, "outline", layers.parameters)
-    weight = parameters.get(parameter_name(spec, "weight"))
-    return tuple(
-        name
-        for name, other in layers.specs.items()
-        if weight is not None
-        and other.kind is LayerKind.LINEAR
-        and parameters.get(parameter_name(other, "weight")) is weight
-    )
-
-
-def _pair_refusal(pair: FactorPair, spec: LayerSpec) -> Refusal | None:
-    """Factors of a kind that the layer's kind does not take."""
-    if spec.kind not in FACTOR_KINDS:
-        what = "a parameter of the whole tower" if spec.kind is LayerKind.SHARED else "a norm"
-        return Refusal("target_modules", f"{pair.module} is {what}, which takes no factors")
-    if pair.magnitude is not None and spec.kind is LayerKind.MATMUL:
-        return Refusal("use_dora", f"{pair.module}: DoRA is not defined for a bare parameter")
-    if pair.bias is not None and spec.kind in (LayerKind.MATMUL, LayerKind.EMBEDDING):
-        return Refusal("lora_bias", f"{pair.module} has no bias")
-    return None
 
 
 def require_fit(fit: Fit, source: str, options: LoraOptions, layers: ModelLayers) -> None:
@@ -371,97 +327,3 @@ def _listed(problems: Sequence[str]) -> str:
     shown = "; ".join(problems[:MAX_SHOWN_PROBLEMS])
     left = len(problems) - MAX_SHOWN_PROBLEMS
     return f"{shown}; and {left} more" if left > 0 else shown
-
-
-def _fit_layer(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> tuple[LayerFit | None, str]:
-    """The pair on its layer, or why it does not fit."""
-    a, b, trained_name = pair.a, pair.b, pair.module
-    if spec.kind is LayerKind.CONV and a.dim() > 2:
-        if b[0, 0].numel() != 1:
-            return None, f"{pair.module}: lora_B {tuple(b.shape)} is no 1 x 1 convolution"
-        a, b = a.flatten(1), b.flatten(1)
-    if a.dim() != 2:
-        return None, f"{pair.module} has factors of a convolution, the model's layer {spec.name} is none"
-    if pair.embedding != (spec.kind is LayerKind.EMBEDDING):
-        return None, f"{pair.module}: factors of {'an' if pair.embedding else 'no'} embedding, on a {spec.kind} layer"
-    if spec.kind is LayerKind.MATMUL:
-        # PEFT reads a 2-D parameter as (out, in), so for one used as y = x W, W (in, out), its delta B A is W's:
-        # x (B A) = ((x B) A): our a is Bᵀ and our b is Aᵀ. Patterns are matched against the parameter's path.
-        a, b = pair.b.T.contiguous(), pair.a.T.contiguous()
-        trained_name = f"{pair.module}.{spec.name.rpartition('.')[2]}"
-    if a.shape[1] != spec.in_features or b.shape[0] != spec.out_features:
-        return None, (
-            f"{pair.module}: the file's factors are for {a.shape[1]} inputs and {b.shape[0]} outputs, "
-            f"the model's layer has {spec.in_features} and {spec.out_features}"
-        )
-    if spec.kind is LayerKind.ROUTER and is_targeted(options.target_parameters, f"{trained_name}.weight"):
-        trained_name = f"{trained_name}.weight"
-    rank = options.rank_of(trained_name)
-    overlap = len(options.ranks.matching(trained_name))
-    if overlap > 1 and pair.method != "LORA" and pair.given_rank is None:
-        return None, f"{pair.module}: {overlap} entries of rank_pattern match it, and its tensors do not show the rank"
-    if not pair.has_rank(rank):
-        why = f" ({overlap} entries of rank_pattern match it)" if overlap > 1 else ""
-        return None, f"{pair.module}: rank {pair.told_rank} in the file, {rank} in adapter_config.json{why}"
-    if wrong := _extras_problem(pair, spec, options):
-        return None, wrong
-    magnitude = None if pair.magnitude is None else pair.magnitude.flatten()
-    scaling = options.scaling_of(trained_name)
-    return LayerFit(spec, trained_name, a, b, scaling, magnitude, pair.bias), ""
-
-
-def _extras_problem(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> str | None:
-    """Magnitude and bias of B must be there exactly if the config says so, one value an output."""
-    for option, name, wanted, value, without in (
-        ("use_dora", "lora_magnitude_vector", options.use_dora, pair.magnitude, (LayerKind.MATMUL,)),
-        ("lora_bias", "lora_B.bias", options.lora_bias, pair.bias, (LayerKind.MATMUL, LayerKind.EMBEDDING)),
-    ):
-        if spec.kind in without:
-            continue
-        if wanted != (value is not None):
-            return f"{pair.module} has {'no' if wanted else 'a'} {name}, but {option} is {str(wanted).lower()}"
-        if value is not None and value.numel() != spec.out_features:
-            return f"{pair.module}: {name} has {value.numel()} values, the model's layer {spec.out_features} outputs"
-    return None
-
-
-def _warnings(fits: tuple[LayerFit, ...], options: LoraOptions, layers: ModelLayers) -> tuple[str, ...]:
-    """Things that are odd but change nothing of what is applied."""
-    found = []
-    if layers.source and options.base_model and _last_part(options.base_model) != _last_part(layers.source):
-        found.append(
-            f"its config says it was trained on {options.base_model}; everything fits this model, {layers.source}"
-        )
-    factored = [fit for fit in fits if fit.rank]
-    names = {fit.spec.name: fit.trained_name for fit in factored}
-    for option, value_of in (("rank_pattern", options.rank_of), ("alpha_pattern", options.alpha_of)):
-        if differing := [name for name, trained in names.items() if value_of(name) != value_of(trained)]:
-            found.append(
-                f"{option} gives {differing[0]} another value than {names[differing[0]]}, its name in the file; "
-                "the name in the file counts"
-            )
-    for name in names.values():
-        if len(set(values := options.alphas.matching(name))) > 1:
-            # PEFT sorts patterns when it saves, so which one came first in training is lost.
-            found.append(f"{len(values)} entries of alpha_pattern match {name}; the first in the file counts")
-            break
-    target = options.target_modules
-    if target and target != ALL_LINEAR and not (isinstance(target, str) and pattern_fault(target)):
-        linear = [fit.trained_name for fit in factored if fit.spec.kind is LayerKind.LINEAR]
-        if missed := [name for name in linear if not is_targeted(target, name)]:
-            found.append(f"target_modules does not name {len(missed)} layers that have tensors, e.g. {missed[0]}")
-    silent = [fit.spec.name for fit in factored if _is_zero(fit)]
-    if silent:
-        found.append(f"{len(silent)} layers have a delta of zero, e.g. {silent[0]}")
-    return tuple(found)
-
-
-def _is_zero(fit: LayerFit) -> bool:
-    if fit.magnitude is not None or fit.lora_bias is not None or fit.values:
-        return False
-    return not bool(fit.b.any()) or not bool(fit.a.any()) or fit.scaling == 0
-
-
-def _last_part(path: str) -> str:
-    """A model's name without where it lies: folders and organisations differ between trainers and servers."""
-    return path.rstrip("/").rpartition("/")[2].lower()

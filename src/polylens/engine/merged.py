@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from polylens.adapters.fit import is_own_parameter
+from polylens.adapters.base_parameters import is_own_parameter
 from polylens.adapters.load import load_adapter
 from polylens.adapters.merge import merged_parameters, weight_key
 from polylens.adapters.names import Found, LayerNames, NotFound
