@@ -1,0 +1,51 @@
+"""The cut copies of towers with blocks that differ: which blocks stay, and that they give the rules of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polylens.config import EngineConfig
+from polylens.models.loading import load_model
+from polylens.models.probe_copy import copy_for_probe
+from polylens.models.probe_model import find_row_rules
+from tests.models.test_probe_model import deepened
+
+CUTS = [
+    ("internvl", 6, {}, (0, 5)),
+    ("llava_next_granite", 6, {"vision_feature_layer": [-4, -2, -1]}, (0, 2, 3, 4, 5)),
+    ("granite4_vision", 6, {"deepstack_layer_map": [[-4, 4]], "spatial_vision_layer": -1}, (0, 2, 3, 5)),
+    ("ovis2", 6, {}, (0, 5)),
+    ("got_ocr2", 6, {"global_attn_indexes": [2, 5]}, (0, 2, 5)),
+    ("llama4", 6, {}, (0, 5)),
+    ("minicpmv4_6", 7, {}, (0, 1, 2, 6)),  # a merger amid the tower
+    ("molmo2", 9, {}, (0, 1, 2, 3, 8)),  # another config names its levels
+]
+"""(family, blocks of its tower, settings of it, the blocks that its cut copy has)."""
+
+
+@pytest.mark.parametrize(("family", "num_blocks", "settings", "kept"), CUTS)
+def test_a_cut_copy_has_the_blocks_that_differ(
+    family: str, num_blocks: int, settings: dict[str, Any], kept: tuple[int, ...], checkpoint: Callable[[str], Path]
+) -> None:
+    big = deepened(load_model(checkpoint(family), EngineConfig()), num_blocks, **settings)
+    assert copy_for_probe(big.model, big.layers, max_parameters=0).kept == kept
+
+
+IN_CI = "molmo2"  # and the families of `test_probe_model`
+
+
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "settings"),
+    [pytest.param(*cut[:3], marks=[pytest.mark.full] * (cut[0] != IN_CI)) for cut in CUTS],
+)
+def test_a_cut_copy_gives_the_rules_of_the_whole(
+    family: str, num_blocks: int, settings: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    big = deepened(load_model(checkpoint(family), EngineConfig()), num_blocks, **settings)
+    cut = find_row_rules(big, cache_dir=tmp_path / "cut", max_parameters=0)
+    assert cut.rules == find_row_rules(big, cache_dir=tmp_path / "whole").rules
+    assert cut.mixed
