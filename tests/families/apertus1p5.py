@@ -14,8 +14,9 @@ from transformers import (
 )
 
 from tests.families.recipes import text_config
-from tests.families.squares_templates import CHATML_SPECIAL, chatml
+from tests.families.squares_templates import CHATML_SPECIAL
 from tests.families.tokenizers_and_templates import qwen_tokenizer
+from tests.families.turns import chatml
 
 STRIDE = 4
 PICTURE_CODES = 32
@@ -82,5 +83,5 @@ def apertus1p5_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
         image_processor=Apertus1p5ImageProcessor(size=size, spatial_factor=STRIDE),
         feature_extractor=WavTokenizerFeatureExtractor(hop_length=STRIDE),
         tokenizer=tokenizer,
-        chat_template=chatml("<|image|>"),
+        chat_template=chatml(image="<|image|>"),
     )

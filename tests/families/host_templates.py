@@ -6,6 +6,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import BartTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.families.tokenizers_and_templates import train_bpe
+from tests.families.turns import turns
 
 MLLAMA_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
@@ -17,27 +18,9 @@ MLLAMA_SPECIAL_TOKENS = (
     "<|python_tag|>",
 )
 
-MLLAMA_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {%- if message['content'] is string %}
-        {{- message['content'] }}
-    {%- else %}
-        {%- for content in message['content'] %}
-            {%- if content['type'] == 'image' %}
-                {{- '<|image|>' }}
-            {%- elif content['type'] == 'text' %}
-                {{- content['text'] }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
+MLLAMA_TEMPLATE = "{{- bos_token }}" + turns(
+    "<|start_header_id|>", "<|end_header_id|>\\n\\n", "<|eot_id|>", image="<|image|>"
+)
 """Llama 3.2 Vision's, without tools and dates."""
 
 NUM_LOCATIONS = 10

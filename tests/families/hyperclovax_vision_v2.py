@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, text_config
-from tests.families.squares_templates import chatml
 from tests.families.tokenizers_and_templates import QWEN_SPECIAL_TOKENS, train_bpe
+from tests.families.turns import chatml
 
 TEMPLATE = chatml(
-    "<|vision_start|><|image_pad|><|vision_end|>",
-    '{"video_duration": <|video_duration|>}<|vision_start|><|video_pad|><|vision_end|>',
+    image="<|vision_start|><|image_pad|><|vision_end|>",
+    video='{"video_duration": <|video_duration|>}<|vision_start|><|video_pad|><|vision_end|>',
 )
 """The processor writes a video's seconds in the place of `<|video_duration|>`."""
 

@@ -15,6 +15,7 @@ from transformers import (
 
 from tests.families.recipes import HIDDEN, PATCH, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
+from tests.families.turns import chatml
 
 CROP = 16
 BASE_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -32,13 +33,7 @@ MEDIA_SPECIAL = (
 )
 """In the order of their ids: they have embeddings beyond the vocabulary, and no rows in the head."""
 
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<|image|>' }}{% elif content['type'] == 'video' %}{{ '<|video|>' }}"
-    "{% else %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+TEMPLATE = chatml(image="<|image|>", video="<|video|>")
 
 
 def molmo2_tokenizer() -> PreTrainedTokenizerBase:

@@ -16,6 +16,7 @@ from transformers import (
 
 from tests.families.recipes import PATCH, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
+from tests.families.turns import chatml
 
 SPECIAL = (
     "<|endoftext|>",
@@ -29,13 +30,7 @@ SPECIAL = (
     "<so_start>",
     "<so_end>",
 )
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<image>\\n' }}{% elif content['type'] == 'video' %}{{ '<video>\\n' }}"
-    "{% else %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think></think>' }}{% endif %}"
-)
+TEMPLATE = chatml(answer="<|im_start|>assistant\\n<think></think>", image="<image>\\n", video="<video>\\n")
 
 
 def nemotron_tokenizer() -> PreTrainedTokenizerBase:

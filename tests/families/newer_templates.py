@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.families.tokenizers_and_templates import QWEN2_TEMPLATE, QWEN3_TEMPLATE
+from tests.families.turns import chatml, turns, written
 
 QWEN2_5_OMNI_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN2_5_OMNI_NAMED = {
@@ -67,22 +68,13 @@ EXAONE_SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-EXAONE_TEMPLATE = """\
-{%- macro written(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}
-{%- for part in content -%}
-{%- if part['type'] == 'image' -%}{{ '<vision><|image_pad|></vision>' }}
-{%- elif part['type'] == 'video' -%}{{ '<vision><|video_pad|></vision>' }}
-{%- elif part['type'] == 'text' -%}{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-{{- '[|' + message['role'] + '|]\\n' + written(message['content']) + '[|endofturn|]\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '[|assistant|]\\n' }}{%- endif -%}"""
+EXAONE_TEMPLATE = turns(
+    "[|",
+    "|]\\n",
+    "[|endofturn|]\\n",
+    image="<vision><|image_pad|></vision>",
+    video="<vision><|video_pad|></vision>",
+)
 
 HUNYUAN_SPECIAL = (
     "<\uff5chy_begin\u2581of\u2581sentence\uff5c>",
@@ -96,17 +88,9 @@ HUNYUAN_NAMED = {
     "image_start_token": "<\uff5chy_image_start\uff5c>",
     "image_end_token": "<\uff5chy_image_end\uff5c>",
 }
-HUNYUAN_TEMPLATE = """\
-{%- macro written(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}
-{%- for part in content -%}
-{%- if part['type'] == 'image' -%}{{ '<\uff5chy_image_start\uff5c><\uff5chy_image\uff5c><\uff5chy_image_end\uff5c>' }}
-{%- elif part['type'] == 'text' -%}{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
+HUNYUAN_TEMPLATE = (
+    written(image="<\uff5chy_image_start\uff5c><\uff5chy_image\uff5c><\uff5chy_image_end\uff5c>")
+    + """\
 {{- '<\uff5chy_begin\u2581of\u2581sentence\uff5c>' -}}
 {%- for message in messages -%}
 {{- written(message['content']) -}}
@@ -115,6 +99,7 @@ HUNYUAN_TEMPLATE = """\
 {%- else -%}{{ '\\n' }}
 {%- endif -%}
 {%- endfor -%}"""
+)
 """HunyuanOCR's: the role's token comes after the text, and opens the answer."""
 
 
@@ -132,21 +117,7 @@ STEP_SPECIAL = (
     "<patch_end>",
     "<patch_newline>",
 )
-STEP_TEMPLATE = """\
-{%- macro written(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}
-{%- for part in content -%}
-{%- if part['type'] == 'image' -%}{{ '<im_patch>' }}
-{%- elif part['type'] == 'text' -%}{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + written(message['content']) + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+STEP_TEMPLATE = chatml(image="<im_patch>")
 
 MUSE_SPECIAL = (
     "<|begin_of_text|>",
@@ -166,24 +137,9 @@ MUSE_SPECIAL = (
     "<|soft_audio_start|>",
     "<|soft_audio_end|>",
 )
-MUSE_TEMPLATE = """\
-{%- macro written(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}
-{%- for part in content -%}
-{%- if part['type'] == 'image' -%}{{ '<|patch|>' }}
-{%- elif part['type'] == 'video' -%}{{ '<|video|>' }}
-{%- elif part['type'] == 'audio' -%}{{ '<|audio|>' }}
-{%- elif part['type'] == 'text' -%}{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{{- '<|begin_of_text|>' -}}
-{%- for message in messages -%}
-{{- '<|header_start|>' + message['role'] + '<|header_end|>\\n\\n' + written(message['content']) + '<|eot|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|header_start|>assistant<|header_end|>\\n\\n' }}{%- endif -%}"""
+MUSE_TEMPLATE = "{{- '<|begin_of_text|>' -}}" + turns(
+    "<|header_start|>", "<|header_end|>\\n\\n", "<|eot|>", image="<|patch|>", video="<|video|>", audio="<|audio|>"
+)
 
 DOTS_SPECIAL = (
     "<|endoftext|>",
@@ -199,18 +155,9 @@ DOTS_SPECIAL = (
     "<|video_end|>",
     "<|audio_comp_pad|>",
 )
-DOTS_TEMPLATE = """\
-{%- macro written(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}
-{%- for part in content -%}
-{%- if part['type'] == 'image' -%}{{ '<|img|><|imgpad|><|endofimg|>' }}
-{%- elif part['type'] == 'video' -%}{{ '<|video_start|><|video_pad|><|video_end|>' }}
-{%- elif part['type'] == 'text' -%}{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
+DOTS_TEMPLATE = (
+    written(image="<|img|><|imgpad|><|endofimg|>", video="<|video_start|><|video_pad|><|video_end|>")
+    + """\
 {%- for message in messages -%}
 {%- if message['role'] == 'user' -%}{{ '<|userprompt|>' + written(message['content']) + '<|endofuserprompt|>' }}
 {%- elif message['role'] == 'assistant' -%}{{ '<|response|>' + written(message['content']) + '<|endofresponse|>' }}
@@ -218,3 +165,4 @@ DOTS_TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|response|>' }}{%- endif -%}"""
+)

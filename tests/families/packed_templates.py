@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.families.turns import chatml, written
+
 GLM_SPECIAL = (
     "<|endoftext|>",
     "[gMASK]",
@@ -40,21 +42,7 @@ GLM_TEMPLATE = """\
 {%- if add_generation_prompt %}<|assistant|>{{ '\\n' }}{% endif %}"""
 """GLM-4.1V's: pictures and the frames of videos are written with the same token."""
 
-VIDEO_LLAMA_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['content'] is string %}{{ message['content'] }}
-{%- else %}
-{%- for content in message['content'] %}
-{%- if content['type'] == 'image' %}<|image_pad|>{{ '\\n' }}
-{%- elif content['type'] == 'video' %}<|video_pad|>{{ '\\n' }}
-{%- elif content['type'] == 'text' %}{{ content['text'] }}
-{%- endif %}
-{%- endfor %}
-{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+VIDEO_LLAMA_TEMPLATE = chatml(image="<|image_pad|>\\n", video="<|video_pad|>\\n")
 
 PADDLE_SPECIAL = ("<unk>", "<s>", "</s>", "<|begin_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_END|>")
 PADDLE_NAMED = {"image_token": "<|IMAGE_PLACEHOLDER|>"}
@@ -91,18 +79,11 @@ KIMI_SPECIAL = (
     "<|media_pad|>",
     "<|kimi_k25_video_placeholder|>",
 )
-KIMI_TEMPLATE = """\
-{%- macro written(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}
-{%- for part in content -%}
-{%- if part['type'] == 'image' -%}<|media_begin|>image<|media_content|><|media_pad|><|media_end|>
-{%- elif part['type'] == 'video' -%}<|kimi_k25_video_placeholder|>
-{%- elif part['type'] == 'text' -%}{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
+KIMI_TEMPLATE = (
+    written(
+        image="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", video="<|kimi_k25_video_placeholder|>"
+    )
+    + """\
 {%- for message in messages -%}
 {%- if message['role'] == 'user' -%}<|im_user|>user<|im_middle|>
 {%- elif message['role'] == 'assistant' -%}<|im_assistant|>assistant<|im_middle|>
@@ -111,6 +92,7 @@ KIMI_TEMPLATE = """\
 {{- written(message['content']) -}}<|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"""
+)
 
 ERNIE_SPECIAL = ("<unk>", "<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>")
 ERNIE_NAMED = {

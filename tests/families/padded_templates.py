@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.families.turns import chatml
+
 PIXTRAL_SPECIAL = (
     "<unk>",
     "<s>",
@@ -60,26 +62,7 @@ LIGHTON_NAMED = {
     "image_end_token": "<|vision_end|>",
 }
 
-LIGHTON_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['content'] is string %}
-        {{- message['content'] }}
-    {%- else %}
-        {%- for content in message['content'] %}
-            {%- if content['type'] == 'image' %}
-                {{- '<|image_pad|>' }}
-            {%- elif content['type'] == 'text' %}
-                {{- content['text'] }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+LIGHTON_TEMPLATE = chatml(image="<|image_pad|>")
 
 IDEFICS2_SPECIAL = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
 
@@ -170,27 +153,7 @@ LFM2_NAMED = {
     "image_thumbnail_token": "<|img_thumbnail|>",
 }
 
-LFM2_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['content'] is string -%}
-        {{- message['content'] -}}
-    {%- else -%}
-        {%- for content in message['content'] -%}
-            {%- if content['type'] == 'image' -%}
-                {{- '<image>' -}}
-            {%- elif content['type'] == 'text' -%}
-                {{- content['text'] -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-    {{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
+LFM2_TEMPLATE = "{{- bos_token -}}" + chatml(image="<image>")
 
 MINICPM_NAMED = {
     "image_token": "<|image_pad|>",
@@ -203,25 +166,6 @@ MINICPM_NAMED = {
     "image_id_end_token": "</image_id>",
 }
 
-MINICPM_TEMPLATE = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['content'] is string -%}
-        {{- message['content'] -}}
-    {%- else -%}
-        {%- for content in message['content'] -%}
-            {%- if content['type'] == 'image' -%}
-                {{- '<|image_pad|>' -}}
-            {%- elif content['type'] == 'video' -%}
-                {{- '<|video_pad|>' -}}
-            {%- elif content['type'] == 'text' -%}
-                {{- content['text'] -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-    {{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' -}}
-{%- endif -%}
-"""
+MINICPM_TEMPLATE = chatml(
+    answer="<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n", image="<|image_pad|>", video="<|video_pad|>"
+)

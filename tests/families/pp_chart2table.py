@@ -14,7 +14,7 @@ from transformers import (
 
 from tests.families.crops import GOT_SIDE, got_vision
 from tests.families.recipes import text_config
-from tests.families.squares_templates import chatml
+from tests.families.turns import chatml
 
 NUM_TOKENS = (GOT_SIDE // 4 // 4) ** 2
 
@@ -32,5 +32,5 @@ def pp_chart2table_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMix
     return PPChart2TableProcessor(
         image_processor=PPChart2TableImageProcessor(size={"height": GOT_SIDE, "width": GOT_SIDE}),
         tokenizer=tokenizer,
-        chat_template=chatml(f"<img>{'<imgpad>' * NUM_TOKENS}</img>\\n"),
+        chat_template=chatml(image=f"<img>{'<imgpad>' * NUM_TOKENS}</img>\\n"),
     )

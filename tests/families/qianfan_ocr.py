@@ -14,7 +14,7 @@ from transformers import (
 
 from tests.families.crops import HALF, MAX_CROPS, PATCH, SIDE, internvl_tokenizer
 from tests.families.recipes import text_config
-from tests.families.squares_templates import chatml
+from tests.families.turns import chatml
 
 qianfan_tokenizer = internvl_tokenizer
 NUM_TOKENS = (SIDE // PATCH // 2) ** 2
@@ -49,5 +49,8 @@ def qianfan_ocr_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
         image_std=HALF,
     )
     return QianfanOCRProcessor(
-        image_processor=images, tokenizer=tokenizer, image_seq_length=NUM_TOKENS, chat_template=chatml("<image>\\n")
+        image_processor=images,
+        tokenizer=tokenizer,
+        image_seq_length=NUM_TOKENS,
+        chat_template=chatml(image="<image>\\n"),
     )

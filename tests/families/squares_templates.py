@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.families.turns import chatml
+
 _DEEPSEEK = (
     "%(system)s{%% for message in messages %%}"
     "{%% if message['role'] == 'user' %%}{{ '%(user)s: ' }}"
@@ -29,25 +31,11 @@ JANUS_TEMPLATE = _DEEPSEEK % {"system": "", "user": "<|User|>", "assistant": "<|
 """The processor puts the system prompt before it."""
 
 
-def chatml(image: str, video: str | None = None) -> str:
-    """Turns in ChatML, media where they stand in the message."""
-    shown = f"{{% elif content['type'] == 'video' %}}{{{{ '{video}' }}}}" if video else ""
-    return (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-        "{% for content in message['content'] %}"
-        f"{{% if content['type'] == 'image' %}}{{{{ '{image}' }}}}{shown}"
-        "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}"
-        "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-
-
 CHATML_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 ARIA_SPECIAL = (*CHATML_SPECIAL, "<fim_prefix>", "<fim_suffix>")
 ARIA_NAMED = {"image_token": "<|img|>"}
-ARIA_TEMPLATE = chatml("<fim_prefix><|img|><fim_suffix>")
+ARIA_TEMPLATE = chatml(image="<fim_prefix><|img|><fim_suffix>")
 
 LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 LLAMA3_NAMED = {"image_token": "<|image|>", "video_token": "<|video|>"}

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-INTERNVL_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\\n' }}"
-    "{% elif content['type'] == 'video' %}{{ '<video>\\n' }}"
-    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+from tests.families.turns import chatml, turns
+
+INTERNVL_TEMPLATE = chatml(image="<IMG_CONTEXT>\\n", video="<video>\\n")
 INTERNVL_NAMED = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",
@@ -42,15 +35,7 @@ LLAVA_VIDEO_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
-GRANITE_TEMPLATE = (
-    "{% for message in messages %}{{ '<|start_of_role|>' + message['role'] + '<|end_of_role|>' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<image>' }}"
-    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|end_of_text|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
-)
+GRANITE_TEMPLATE = turns("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\\n", image="<image>")
 GRANITE_SPECIAL = ("<|end_of_text|>", "<|pad|>", "<|start_of_role|>", "<|end_of_role|>", "<image>")
 
 COHERE_SPECIAL = (
@@ -97,14 +82,7 @@ LLAMA4_SPECIAL = (
     "<|patch|>",
 )
 OVIS2_SPECIAL = ("<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
-OVIS2_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+OVIS2_TEMPLATE = chatml(image="<image>\\n")
 
 
 def plain_inputs(processor: Any, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from tests.families.recipes import text_config
-from tests.families.squares_templates import CHATML_SPECIAL, LLAMA3_NAMED, LLAMA3_SPECIAL, LLAMA3_TEMPLATE, chatml
+from tests.families.squares_templates import CHATML_SPECIAL, LLAMA3_NAMED, LLAMA3_SPECIAL, LLAMA3_TEMPLATE
 from tests.families.tokenizers_and_templates import qwen_tokenizer
+from tests.families.turns import chatml
 
 FAST_SIDE = 192
 FAST_STRIDE = 64
@@ -64,7 +65,7 @@ def fast_vlm_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
         patch_size=FAST_STRIDE,
         vision_feature_select_strategy="full",
         num_additional_image_tokens=0,
-        chat_template=chatml("<image>\\n"),
+        chat_template=chatml(image="<image>\\n"),
     )
 
 

@@ -14,8 +14,9 @@ from transformers import (
 
 from tests.families.deepseek_ocr2 import PATCH, SAM_CONFIG, SIDE
 from tests.families.recipes import text_config
-from tests.families.squares_templates import CHATML_SPECIAL, chatml
+from tests.families.squares_templates import CHATML_SPECIAL
 from tests.families.tokenizers_and_templates import qwen_tokenizer
+from tests.families.turns import chatml
 
 WINDOW = 2
 """Generated tokens that a generated token sees, besides the prompt."""
@@ -58,5 +59,5 @@ def unlimited_ocr_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixi
         tokenizer=tokenizer,
         patch_size=PATCH,
         downsample_ratio=4,
-        chat_template=chatml("<image>\\n"),
+        chat_template=chatml(image="<image>\\n"),
     )
