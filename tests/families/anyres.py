@@ -35,7 +35,7 @@ from transformers import (
     VipLlavaForConditionalGeneration,
 )
 
-from tests.families.recipes import text_config
+from tests.families.recipes import SMALL_TOWER, text_config
 from tests.families.tiled_templates import (
     CHATML_SPECIAL,
     GRANITE_SPECIAL,
@@ -53,10 +53,8 @@ PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84]]
 def clip_vision(**more: Any) -> dict[str, Any]:
     shape = {
         "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SMALL_TOWER,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
         "image_size": SIDE,
         "patch_size": PATCH,
         "projection_dim": 32,
@@ -67,10 +65,8 @@ def clip_vision(**more: Any) -> dict[str, Any]:
 def siglip_vision(**more: Any) -> dict[str, Any]:
     shape = {
         "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SMALL_TOWER,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
         "image_size": SIDE,
         "patch_size": PATCH,
         "vision_use_head": False,

@@ -12,7 +12,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import text_config
+from tests.families.recipes import SMALL_TOWER, text_config
 from tests.families.squares_templates import ARIA_NAMED, ARIA_SPECIAL, ARIA_TEMPLATE
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
@@ -33,10 +33,7 @@ def aria_tokenizer() -> PreTrainedTokenizerBase:
 def aria(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
         "model_type": "idefics3_vision",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": SIDE,
         "patch_size": PATCH,
     }

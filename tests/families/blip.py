@@ -21,7 +21,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import text_config, vocab_size
+from tests.families.recipes import SMALL_TOWER, text_config, vocab_size
 from tests.families.tokenizers_and_templates import llava_tokenizer
 
 SIDE = 28
@@ -35,10 +35,7 @@ def blip_tokenizer() -> PreTrainedTokenizerBase:
 
 def _vision() -> dict[str, Any]:
     return {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": SIDE,
         "patch_size": PATCH,
     }

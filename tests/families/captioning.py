@@ -43,7 +43,7 @@ from transformers import (
 )
 
 from tests.families.kosmos import kosmos_tokenizer
-from tests.families.recipes import Family, text_config, vocab_size
+from tests.families.recipes import SMALL_TOWER, Family, text_config, vocab_size
 from tests.families.tokenizers_and_templates import llava_tokenizer
 
 SIDE = 28
@@ -62,10 +62,7 @@ def bert_tokenizer() -> PreTrainedTokenizerBase:
 
 def _vision(**more: Any) -> dict[str, Any]:
     shape = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": SIDE,
         "patch_size": PATCH,
     }

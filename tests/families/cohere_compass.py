@@ -14,7 +14,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, mrope, text_config
+from tests.families.recipes import QWEN_TOWER, mrope, packed_media, text_config, token_ids
 from tests.families.tiled_templates import COHERE_SPECIAL
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
@@ -41,14 +41,7 @@ def cohere_compass_tokenizer() -> PreTrainedTokenizerBase:
 
 def cohere_compass(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": HIDDEN,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
+        **QWEN_TOWER,
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0, 1],
     }
@@ -62,21 +55,17 @@ def cohere_compass(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         logit_scale=0.25,
         tie_word_embeddings=False,
     )
-    ids = {"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"}
-    ids |= {"vision_start_token_id": "<|VISION_START|>", "vision_end_token_id": "<|VISION_END|>"}
-    config = CohereCompassConfig(
-        text_config=text,
-        vision_config=vision,
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+    ids = token_ids(
+        tokenizer,
+        image_token_id="<|IMAGE_PAD|>",
+        video_token_id="<|VIDEO_PAD|>",
+        vision_start_token_id="<|VISION_START|>",
+        vision_end_token_id="<|VISION_END|>",
     )
+    config = CohereCompassConfig(text_config=text, vision_config=vision, **ids)
     return CohereCompassForConditionalGeneration(config)
 
 
 def cohere_compass_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    common = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
-    least = (PATCH * MERGE) ** 2
-    images = CohereCompassImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common)
-    videos = CohereCompassVideoProcessor(size={"shortest_edge": least, "longest_edge": 8 * MAX_PIXELS}, **common)
-    return CohereCompassProcessor(
-        image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=TEMPLATE
-    )
+    media = packed_media(CohereCompassImageProcessor, CohereCompassVideoProcessor)
+    return CohereCompassProcessor(**media, tokenizer=tokenizer, chat_template=TEMPLATE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from transformers import (
     Cosmos3EdgeConfig,
@@ -19,7 +18,7 @@ from transformers import (
 )
 
 from tests.families.packed import DEEPSTACK, PACKED, QWEN3_TEXT, QWEN3_VISION, QWEN_STOP
-from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
+from tests.families.recipes import MERGE, PATCH, SMALL_TOWER, Family, mrope, packed_media, qwen_ids, text_config
 from tests.families.tokenizers_and_templates import QWEN3_TEMPLATE, qwen_tokenizer
 
 
@@ -34,10 +33,7 @@ def _omni(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 def _edge(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "patch_size": PATCH,
         "num_patches": 16,  # positions of 4 x 4 patches, interpolated for other sizes
         "spatial_merge_size": MERGE,
@@ -52,14 +48,9 @@ def _edge(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def _edge_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    common: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE}
-    least = (PATCH * MERGE) ** 2
     return Cosmos3EdgeProcessor(
-        image_processor=Cosmos3EdgeImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
+        **packed_media(Cosmos3EdgeImageProcessor, Cosmos3EdgeVideoProcessor, num_frames=16, temporal_patch_size=1),
         tokenizer=tokenizer,
-        video_processor=Cosmos3EdgeVideoProcessor(
-            size={"shortest_edge": least, "longest_edge": 16 * MAX_PIXELS}, **common
-        ),
         chat_template=QWEN3_TEMPLATE,
     )
 

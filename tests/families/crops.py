@@ -31,7 +31,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import HIDDEN, text_config, vocab_size
+from tests.families.recipes import HIDDEN, SMALL_TOWER, text_config, vocab_size
 from tests.families.tiled_templates import (
     CHATML_SPECIAL,
     COHERE_IMAGE_TOKENS,
@@ -57,10 +57,7 @@ def internvl_tokenizer() -> PreTrainedTokenizerBase:
 
 def internvl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": [SIDE, SIDE],
         "patch_size": [PATCH, PATCH],
     }
@@ -90,10 +87,7 @@ def internvl_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
 def siglip(**more: object) -> dict[str, object]:
     shape = {
         "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": SIDE,
         "patch_size": PATCH,
     }
@@ -176,10 +170,7 @@ def ovis2_tokenizer() -> PreTrainedTokenizerBase:
 
 def ovis2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": SIDE,
         "patch_size": PATCH,
         "vocab_size": 40,

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tests.families.newer_templates import EXAONE_SPECIAL, EXAONE_TEMPLATE
-from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, text_config
+from tests.families.recipes import QWEN_TOWER, Family, packed_media, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 WINDOW = 12
@@ -26,15 +26,8 @@ def _tokenizer() -> PreTrainedTokenizerBase:
 
 def _model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": HIDDEN,
-        "num_heads": 2,
+        **QWEN_TOWER,
         "num_key_value_heads": 1,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
         "window_size": 16,  # pixels: windows of 2 x 2 merged patches
         "fullatt_block_indexes": [1],
     }
@@ -53,12 +46,9 @@ def _model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def _processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    common = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
-    least = (PATCH * MERGE) ** 2
     return Exaone4_5_Processor(
-        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS * 8}, **common),
+        **packed_media(Qwen2VLImageProcessor, Qwen2VLVideoProcessor),
         chat_template=EXAONE_TEMPLATE,
     )
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tests.families.padded_templates import GEMMA4_NAMED, GEMMA4_TEMPLATE, GEMMA4_TURN_TOKENS
-from tests.families.recipes import text_config, vocab_size
+from tests.families.recipes import SMALL_TOWER, text_config, vocab_size
 from tests.families.tokenizers_and_templates import gemma_tokenizer
 
 PATCH = 4
@@ -41,10 +41,7 @@ def _gemma4(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any], vision: di
         if name != "eoa_token"
     }
     tower = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "num_key_value_heads": 2,
         "head_dim": 16,
         "pooling_kernel_size": POOL,

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from tests.families.packed_templates import GLM_SPECIAL, GLM_TEMPLATE
-from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, text_config
+from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, text_config, token_ids
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 VISION = {
@@ -53,7 +53,7 @@ EXPERTS = {
 }
 
 
-def _tokenizer() -> PreTrainedTokenizerBase:
+def glm_tokenizer() -> PreTrainedTokenizerBase:
     return qwen_tokenizer(GLM_SPECIAL, eos="<|endoftext|>")
 
 
@@ -64,23 +64,23 @@ def _model(config: type, model: type, **text: Any) -> Callable[[PreTrainedTokeni
             config(
                 text_config=text_config(tokenizer, "<|endoftext|>", rope_parameters=rope, **text),
                 vision_config=dict(VISION),
-                **_ids(tokenizer),
+                **glm_ids(tokenizer),
             )
         )
 
     return make
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    named = {
-        "image_token_id": "<|image|>",
-        "video_token_id": "<|video|>",
-        "image_start_token_id": "<|begin_of_image|>",
-        "image_end_token_id": "<|end_of_image|>",
-        "video_start_token_id": "<|begin_of_video|>",
-        "video_end_token_id": "<|end_of_video|>",
-    }
-    return {field: tokenizer.convert_tokens_to_ids(token) for field, token in named.items()}
+def glm_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    return token_ids(
+        tokenizer,
+        image_token_id="<|image|>",
+        video_token_id="<|video|>",
+        image_start_token_id="<|begin_of_image|>",
+        image_end_token_id="<|end_of_image|>",
+        video_start_token_id="<|begin_of_video|>",
+        video_end_token_id="<|end_of_video|>",
+    )
 
 
 def _processor(cls: type, images: type, videos: type) -> Callable[[PreTrainedTokenizerBase], ProcessorMixin]:
@@ -105,7 +105,7 @@ _GLMGA = (Glm46VProcessor, GlmgaImageProcessor, GlmgaVideoProcessor)
 
 def _family(processor: tuple[type, type, type], config: type, model: type, **text: Any) -> Family:
     return Family(
-        _tokenizer,
+        glm_tokenizer,
         _processor(*processor),
         _model(config, model, **text),
         ("<|user|>", "<|endoftext|>"),

@@ -12,7 +12,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import HIDDEN, text_config
+from tests.families.recipes import HIDDEN, SMALL_TOWER, text_config
 from tests.families.squares_templates import DOCLING_SPECIAL
 from tests.families.tiled_templates import GRANITE_TEMPLATE
 from tests.families.tokenizers_and_templates import qwen_tokenizer
@@ -29,10 +29,8 @@ def granite_docling_tokenizer() -> PreTrainedTokenizerBase:
 
 def granite_docling(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SMALL_TOWER,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
         "image_size": TILE,
         "patch_size": PATCH,
         "out_hidden_size": HIDDEN,

@@ -15,7 +15,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, text_config
+from tests.families.recipes import QWEN_TOWER, packed_media, text_config
 from tests.families.tokenizers_and_templates import QWEN_SPECIAL_TOKENS, train_bpe
 from tests.families.turns import chatml
 
@@ -46,14 +46,8 @@ def hyperclovax_tokenizer() -> PreTrainedTokenizerBase:
 def hyperclovax_vision_v2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
         "model_type": "qwen2_5_vl_vision",
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **QWEN_TOWER,
         "out_hidden_size": 24,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
         "window_size": 16,
         "fullatt_block_indexes": [1],
     }
@@ -77,11 +71,8 @@ def hyperclovax_vision_v2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel
 
 
 def hyperclovax_vision_v2_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    common = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
-    least = (PATCH * MERGE) ** 2
     return HyperCLOVAXVisionV2Processor(
-        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size={"shortest_edge": least, "longest_edge": 8 * MAX_PIXELS}, **common),
+        **packed_media(Qwen2VLImageProcessor, Qwen2VLVideoProcessor),
         chat_template=TEMPLATE,
     )

@@ -31,7 +31,7 @@ from tests.families.padded_templates import (
     SMOLVLM_NAMED,
     SMOLVLM_TEMPLATE,
 )
-from tests.families.recipes import HIDDEN, text_config
+from tests.families.recipes import HIDDEN, SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import llava_tokenizer, qwen_tokenizer
 
 SIDE = 28
@@ -59,10 +59,7 @@ def smolvlm_tokenizer() -> PreTrainedTokenizerBase:
 
 def _tower() -> dict[str, Any]:
     return {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": SIDE,
         "patch_size": PATCH,
     }

@@ -21,7 +21,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import HIDDEN, text_config
+from tests.families.recipes import HIDDEN, SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 PATCH = 8
@@ -82,10 +82,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, num_layers: int, **more: Any) -> d
 
 def _tower() -> dict[str, Any]:
     return {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "patch_size": PATCH // 2,
         "posemb_grid_size": 4,
         "projection_hidden_dim": 48,

@@ -16,7 +16,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import vocab_size
+from tests.families.recipes import SMALL_TOWER, vocab_size
 from tests.families.tokenizers_and_templates import train_bpe
 
 SIDE = 28
@@ -69,10 +69,7 @@ def kosmos_2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         "eos_token_id": tokenizer.eos_token_id,
     }
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": SIDE,
         "patch_size": PATCH,
     }

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tests.families.padded_templates import LFM2_NAMED, LFM2_SPECIAL, LFM2_TEMPLATE
-from tests.families.recipes import PATCH, text_config
+from tests.families.recipes import PATCH, SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 TILE = 16
@@ -26,10 +26,7 @@ def lfm2_tokenizer() -> PreTrainedTokenizerBase:
 def lfm2_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
         "model_type": "siglip2_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "patch_size": PATCH,
         "num_patches": 16,
     }

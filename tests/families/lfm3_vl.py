@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tests.families.newer_templates import FRAMES_TEMPLATE
-from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, Family, qwen_ids, text_config
+from tests.families.recipes import MERGE, PATCH, Family, packed_media, qwen_ids, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 WINDOW = 12
@@ -49,12 +49,9 @@ def _model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def _processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    common = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
-    least = (PATCH * MERGE) ** 2
     return Lfm3VlProcessor(
-        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS * 8}, **common),
+        **packed_media(Qwen2VLImageProcessor, Qwen3VLVideoProcessor),
         chat_template=FRAMES_TEMPLATE,
     )
 

@@ -26,7 +26,7 @@ from transformers import (
 
 from tests.families.packed import QWEN3_5_TEXT
 from tests.families.padded_templates import MINICPM_NAMED, MINICPM_TEMPLATE
-from tests.families.recipes import PATCH, text_config
+from tests.families.recipes import PATCH, SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 RESOLUTION = 32
@@ -39,10 +39,8 @@ def minicpm_tokenizer() -> PreTrainedTokenizerBase:
 
 def _shared(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SMALL_TOWER,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
         "image_size": 64,
         "patch_size": PATCH,
     }

@@ -13,7 +13,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, text_config
+from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 SPECIAL = ("]~!b[", "]~b]", "[e~[", "]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
@@ -51,10 +51,7 @@ def minimax_m3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         index_topk_blocks=3,
     )
     tower = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": 64,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,

@@ -13,7 +13,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.families.recipes import HIDDEN, PATCH, text_config
+from tests.families.recipes import HIDDEN, PATCH, SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 from tests.families.turns import chatml
 
@@ -48,10 +48,8 @@ def molmo2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     )
     text |= {"vocab_size": ids[0], "additional_vocab_size": len(ids), "rope_scaling_layers": [1]}
     tower = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SMALL_TOWER,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": 16,
         "image_size": [CROP, CROP],

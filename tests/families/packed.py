@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from transformers import (
     PreTrainedModel,
@@ -43,7 +42,7 @@ from tests.families.hyperclovax_vision_v2 import (
 )
 from tests.families.kimi_k25 import kimi_k25, kimi_k25_processor, kimi_k25_tokenizer
 from tests.families.paddleocr_vl import paddleocr_vl, paddleocr_vl_processor, paddleocr_vl_tokenizer
-from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
+from tests.families.recipes import HIDDEN, MERGE, PATCH, QWEN_TOWER, Family, mrope, packed_media, qwen_ids, text_config
 from tests.families.tokenizers_and_templates import QWEN2_TEMPLATE, QWEN3_TEMPLATE, qwen_tokenizer
 from tests.families.video_llama_3 import video_llama_3, video_llama_3_processor
 
@@ -69,14 +68,7 @@ def _qwen2_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": HIDDEN,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
+        **QWEN_TOWER,
         "window_size": 16,  # pixels: windows of 2 x 2 merged patches
         "fullatt_block_indexes": [1],
         "tokens_per_second": 2,
@@ -90,14 +82,7 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 QWEN3_VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "out_hidden_size": HIDDEN,
-    "num_heads": 2,
-    "patch_size": PATCH,
-    "spatial_merge_size": MERGE,
-    "temporal_patch_size": 2,
+    **QWEN_TOWER,
     "num_position_embeddings": 16,
 }
 QWEN3_TEXT = {
@@ -164,74 +149,25 @@ def _qwen3_5_moe(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
-def _qwen_image_processor() -> Qwen2VLImageProcessor:
-    size = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": MAX_PIXELS}
-    return Qwen2VLImageProcessor(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size)
+def _qwen(
+    processor: type, videos: type, template: str, make_model: Callable[[PreTrainedTokenizerBase], PreTrainedModel]
+) -> Family:
+    def make_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+        return processor(**packed_media(Qwen2VLImageProcessor, videos), tokenizer=tokenizer, chat_template=template)
 
-
-def _qwen_video_processor(cls: type) -> Any:
-    size = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": MAX_PIXELS * 8}
-    return cls(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size)
-
-
-def _qwen_processor(cls: type, video_cls: type, template: str) -> Callable[[PreTrainedTokenizerBase], ProcessorMixin]:
-    def make(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-        return cls(
-            image_processor=_qwen_image_processor(),
-            tokenizer=tokenizer,
-            video_processor=_qwen_video_processor(video_cls),
-            chat_template=template,
-        )
-
-    return make
+    return Family(qwen_tokenizer, make_processor, make_model, QWEN_STOP, takes_videos=True)
 
 
 QWEN_STOP = ("<|im_end|>", "<|endoftext|>")
 
 PACKED: Mapping[str, Family] = {
     **GLM,
-    "qwen2_vl": Family(
-        qwen_tokenizer,
-        _qwen_processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, QWEN2_TEMPLATE),
-        _qwen2_vl,
-        QWEN_STOP,
-        takes_videos=True,
-    ),
-    "qwen2_5_vl": Family(
-        qwen_tokenizer,
-        _qwen_processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, QWEN2_TEMPLATE),
-        _qwen2_5_vl,
-        QWEN_STOP,
-        takes_videos=True,
-    ),
-    "qwen3_vl": Family(
-        qwen_tokenizer,
-        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
-        _qwen3_vl,
-        QWEN_STOP,
-        takes_videos=True,
-    ),
-    "qwen3_vl_moe": Family(
-        qwen_tokenizer,
-        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
-        _qwen3_vl_moe,
-        QWEN_STOP,
-        takes_videos=True,
-    ),
-    "qwen3_5": Family(
-        qwen_tokenizer,
-        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
-        _qwen3_5,
-        QWEN_STOP,
-        takes_videos=True,
-    ),
-    "qwen3_5_moe": Family(
-        qwen_tokenizer,
-        _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE),
-        _qwen3_5_moe,
-        QWEN_STOP,
-        takes_videos=True,
-    ),
+    "qwen2_vl": _qwen(Qwen2VLProcessor, Qwen2VLVideoProcessor, QWEN2_TEMPLATE, _qwen2_vl),
+    "qwen2_5_vl": _qwen(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, QWEN2_TEMPLATE, _qwen2_5_vl),
+    "qwen3_vl": _qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE, _qwen3_vl),
+    "qwen3_vl_moe": _qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE, _qwen3_vl_moe),
+    "qwen3_5": _qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE, _qwen3_5),
+    "qwen3_5_moe": _qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, QWEN3_TEMPLATE, _qwen3_5_moe),
     "cohere_compass": Family(
         cohere_compass_tokenizer,
         cohere_compass_processor,

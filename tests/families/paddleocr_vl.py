@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tests.families.packed_templates import PADDLE_NAMED, PADDLE_SPECIAL, PADDLE_TEMPLATE
-from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, mrope, text_config
+from tests.families.recipes import MAX_PIXELS, MERGE, PATCH, SMALL_TOWER, mrope, text_config
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 
@@ -23,10 +23,7 @@ def paddleocr_vl_tokenizer() -> PreTrainedTokenizerBase:
 
 def paddleocr_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": 16,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,

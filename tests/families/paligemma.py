@@ -14,7 +14,7 @@ from transformers import (
     SiglipImageProcessor,
 )
 
-from tests.families.recipes import HIDDEN, text_config, vocab_size
+from tests.families.recipes import HIDDEN, SMALL_TOWER, text_config, vocab_size
 from tests.families.tokenizers_and_templates import gemma_tokenizer
 
 IMAGE = 28
@@ -48,10 +48,7 @@ def _paligemma(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreT
     paligemma_processor(tokenizer)  # it adds tokens to the tokenizer
     vision = {
         "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": IMAGE,
         "patch_size": PATCH,
         "vision_use_head": False,

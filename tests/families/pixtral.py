@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.families.padded_templates import LIGHTON_NAMED, LIGHTON_TEMPLATE, PIXTRAL_SPECIAL, PIXTRAL_TEMPLATE
-from tests.families.recipes import MERGE, PATCH, text_config
+from tests.families.recipes import MERGE, PATCH, SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import QWEN_SPECIAL_TOKENS, qwen_tokenizer
 
 LONGEST_EDGE = 48
@@ -38,10 +38,7 @@ def lighton_tokenizer() -> PreTrainedTokenizerBase:
 def tower() -> dict[str, Any]:
     return {
         "model_type": "pixtral",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": LONGEST_EDGE,
         "patch_size": PATCH,
     }

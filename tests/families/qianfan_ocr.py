@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tests.families.crops import HALF, MAX_CROPS, PATCH, SIDE, internvl_tokenizer
-from tests.families.recipes import text_config
+from tests.families.recipes import SMALL_TOWER, text_config
 from tests.families.turns import chatml
 
 qianfan_tokenizer = internvl_tokenizer
@@ -22,10 +22,7 @@ NUM_TOKENS = (SIDE // PATCH // 2) ** 2
 
 def qianfan_ocr(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": [SIDE, SIDE],
         "patch_size": [PATCH, PATCH],
         "use_qk_norm": True,

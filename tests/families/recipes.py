@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +74,47 @@ def text_config(tokenizer: PreTrainedTokenizerBase, eos: str, **more: Any) -> di
     return {**shape, **more}
 
 
-def qwen_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    named = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
+SMALL_TOWER: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+QWEN_TOWER: Mapping[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+}
+
+
+def packed_media(images: type, videos: type, *, num_frames: int = 8, **more: Any) -> dict[str, Any]:
+    """The parts of a processor for packed patches: pictures of up to MAX_PIXELS, videos of `num_frames` times that."""
+    shape = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2, **more}
+    least = (PATCH * MERGE) ** 2
+    return {
+        "image_processor": images(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **shape),
+        "video_processor": videos(size={"shortest_edge": least, "longest_edge": num_frames * MAX_PIXELS}, **shape),
     }
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, **named: str) -> dict[str, int]:
+    """Fields of a config that are the ids of these tokens."""
     return {field: tokenizer.convert_tokens_to_ids(token) for field, token in named.items()}
+
+
+def qwen_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    return token_ids(
+        tokenizer,
+        image_token_id="<|image_pad|>",
+        video_token_id="<|video_pad|>",
+        vision_start_token_id="<|vision_start|>",
+        vision_end_token_id="<|vision_end|>",
+    )
 
 
 def mrope(*sections: int, **more: Any) -> dict[str, Any]:

@@ -29,10 +29,22 @@ from transformers import (
     Qwen4ExpForConditionalGeneration,
 )
 
+from tests.families.glm import glm_ids, glm_tokenizer
 from tests.families.newer_templates import DOTS_SPECIAL, DOTS_TEMPLATE
 from tests.families.packed import PACKED, QWEN3_5_TEXT, QWEN3_VISION, QWEN_STOP
-from tests.families.packed_templates import GLM_SPECIAL, GLM_TEMPLATE
-from tests.families.recipes import HIDDEN, MAX_PIXELS, MERGE, PATCH, Family, mrope, qwen_ids, text_config
+from tests.families.packed_templates import GLM_TEMPLATE
+from tests.families.recipes import (
+    HIDDEN,
+    MERGE,
+    PATCH,
+    SMALL_TOWER,
+    Family,
+    mrope,
+    packed_media,
+    qwen_ids,
+    text_config,
+    token_ids,
+)
 from tests.families.tokenizers_and_templates import QWEN3_TEMPLATE, qwen_tokenizer
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
@@ -45,14 +57,6 @@ EXPERTS = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 16,
 }
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, **named: str) -> dict[str, int]:
-    return {field: tokenizer.convert_tokens_to_ids(token) for field, token in named.items()}
-
-
-def _glm_tokenizer() -> PreTrainedTokenizerBase:
-    return qwen_tokenizer(GLM_SPECIAL, eos="<|endoftext|>")
 
 
 def _glm5_next(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -81,15 +85,7 @@ def _glm5_next(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     config = Glm5NextConfig(
         text_config=text_config(tokenizer, "<|endoftext|>", **{**LATENT, **INDEXER, **EXPERTS, **layers}),
         vision_config=vision,
-        **_ids(
-            tokenizer,
-            image_token_id="<|image|>",
-            video_token_id="<|video|>",
-            image_start_token_id="<|begin_of_image|>",
-            image_end_token_id="<|end_of_image|>",
-            video_start_token_id="<|begin_of_video|>",
-            video_end_token_id="<|end_of_video|>",
-        ),
+        **glm_ids(tokenizer),
     )
     return Glm5NextForConditionalGeneration(config)
 
@@ -114,10 +110,7 @@ def _hy_v4_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         "rope_parameters": mrope(2, 1, 1),
     }
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "out_hidden_size": HIDDEN,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
@@ -126,18 +119,15 @@ def _hy_v4_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     config = HYV4VLConfig(
         text_config=text_config(tokenizer, "<|im_end|>", **{**LATENT, **INDEXER, **EXPERTS, **layers}),
         vision_config=vision,
-        **_ids(tokenizer, image_token_id="<|image_pad|>", video_token_id="<|video_pad|>"),
+        **token_ids(tokenizer, image_token_id="<|image_pad|>", video_token_id="<|video_pad|>"),
     )
     return HYV4VLForConditionalGeneration(config)
 
 
 def _hy_v4_vl_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    common = {"patch_size": PATCH, "merge_size": MERGE}
-    least = (PATCH * MERGE) ** 2
     return HYV4VLProcessor(
-        image_processor=HYV4VLImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
+        **packed_media(HYV4VLImageProcessor, HYV4VLVideoProcessor, num_frames=16, temporal_patch_size=1),
         tokenizer=tokenizer,
-        video_processor=HYV4VLVideoProcessor(size={"shortest_edge": least, "longest_edge": 16 * MAX_PIXELS}, **common),
         chat_template=QWEN3_TEMPLATE,
     )
 
@@ -219,7 +209,7 @@ def _dots3_note(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         text_config=text_config(tokenizer, "<|endofresponse|>", **{**LATENT, **INDEXER, **EXPERTS, **layers}),
         vision_config=vision,
         audio_config=audio,
-        **_ids(
+        **token_ids(
             tokenizer,
             image_token_id="<|imgpad|>",
             video_token_id="<|video_pad|>",
@@ -230,12 +220,9 @@ def _dots3_note(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def _dots3_note_processor(tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    common = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1}
-    least = (PATCH * MERGE) ** 2
     return Dots3NoteProcessor(
-        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": least, "longest_edge": MAX_PIXELS}, **common),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(size={"shortest_edge": least, "longest_edge": 8 * MAX_PIXELS}, **common),
+        **packed_media(Qwen2VLImageProcessor, Qwen3VLVideoProcessor, temporal_patch_size=1),
         feature_extractor=Dots3NoteFeatureExtractor(feature_size=16),
         chat_template=DOTS_TEMPLATE,
     )
@@ -246,7 +233,7 @@ SPARSE: Mapping[str, Family] = {
         _dots_tokenizer, _dots3_note_processor, _dots3_note, ("<|endofresponse|>",), takes_videos=True
     ),
     "glm5_next": Family(
-        _glm_tokenizer,
+        glm_tokenizer,
         _glm5_next_processor,
         _glm5_next,
         ("<|user|>", "<|endoftext|>"),

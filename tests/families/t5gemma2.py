@@ -14,7 +14,7 @@ from transformers import (
     T5Gemma2ForConditionalGeneration,
 )
 
-from tests.families.recipes import text_config
+from tests.families.recipes import SMALL_TOWER, text_config
 from tests.families.tokenizers_and_templates import GEMMA_IMAGE_TOKENS, gemma_tokenizer
 
 IMAGE = 28
@@ -39,10 +39,7 @@ def t5gemma2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
     vision = {
         "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": IMAGE,
         "patch_size": 7,
         "vision_use_head": False,

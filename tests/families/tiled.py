@@ -21,7 +21,7 @@ from transformers import (
 from tests.families import anyres, crops
 from tests.families.deepseek_ocr2 import deepseek_ocr2, deepseek_ocr2_processor, deepseek_ocr2_tokenizer
 from tests.families.paligemma import paligemma, paligemma_processor, paligemma_tokenizer
-from tests.families.recipes import Family, text_config
+from tests.families.recipes import SMALL_TOWER, Family, text_config
 from tests.families.tokenizers_and_templates import (
     GEMMA3_TEMPLATE,
     LLAVA_TEMPLATE,
@@ -37,10 +37,8 @@ GEMMA_WINDOW = 8
 
 def _gemma3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SMALL_TOWER,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
         "image_size": GEMMA_IMAGE,
         "patch_size": 7,
         "vision_use_head": False,
@@ -71,10 +69,8 @@ LLAVA_PATCH = 7
 def _llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
         "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SMALL_TOWER,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
         "image_size": 28,
         "patch_size": LLAVA_PATCH,
         "projection_dim": 32,

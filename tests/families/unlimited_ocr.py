@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tests.families.deepseek_ocr2 import PATCH, SAM_CONFIG, SIDE
-from tests.families.recipes import text_config
+from tests.families.recipes import SMALL_TOWER, text_config
 from tests.families.squares_templates import CHATML_SPECIAL
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 from tests.families.turns import chatml
@@ -28,10 +28,7 @@ def unlimited_ocr_tokenizer() -> PreTrainedTokenizerBase:
 
 def unlimited_ocr(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     encoder = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "image_size": 42,
         "patch_size": 14,
     }

@@ -14,17 +14,14 @@ from transformers import (
 )
 
 from tests.families.packed_templates import VIDEO_LLAMA_TEMPLATE
-from tests.families.recipes import PATCH, qwen_ids, text_config
+from tests.families.recipes import PATCH, SMALL_TOWER, qwen_ids, text_config
 
 MAX_PIXELS = 32 * 32
 
 
 def video_llama_3(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **SMALL_TOWER,
         "patch_size": PATCH,
     }
     ids = qwen_ids(tokenizer)
