@@ -9,11 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoProcessor
 
 from polylens import LLM, ChatRequest, SamplingParams
+from polylens.adapters.load import load_adapter
 from polylens.core import Constraint
 from polylens.engine.thread import EngineThread
 from polylens.errors import AdapterConflictError, AdapterFormatError, AdapterMismatchError
@@ -110,11 +112,15 @@ def test_a_request_keeps_the_version_it_leased(llm: LLM, with_template: Callable
 
 
 def test_one_that_is_only_registered_is_read_before_its_request_is_prepared(
-    llm: LLM, with_template: Callable[[str], Path]
+    llm: LLM, with_template: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
     readers = []
-    read = llm.registry._read
-    llm.registry._read = lambda *a: readers.append(threading.current_thread().name) or read(*a)
+
+    def read(*args: Any, **options: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return load_adapter(*args, **options)
+
+    monkeypatch.setattr("polylens.engine.adapter_files.load_adapter", read)
 
     async def main() -> int:
         thread.registry.register("lazy", with_template("lazy"))

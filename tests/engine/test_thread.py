@@ -276,7 +276,7 @@ def test_drain_ends_what_takes_too_long(thread: EngineThread, llm: LLM):
 
     asyncio.run(main())
     llm.engine.check_integrity()
-    assert llm.registry._entries["all"].num_leases == 0
+    assert llm.registry.unload("all").released.done()
 
 
 def test_a_crash_reaches_every_request(thread: EngineThread, llm: LLM, monkeypatch: pytest.MonkeyPatch):
@@ -296,7 +296,7 @@ def test_a_crash_reaches_every_request(thread: EngineThread, llm: LLM, monkeypat
         with pytest.raises(EngineFailedError):
             await thread.run(lambda engine: None)
         assert thread.num_in_flight == 0
-        assert llm.registry._entries["all"].num_leases == 0
+        assert llm.registry.unload("all").released.done()
 
     asyncio.run(main())
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polylens.adapters.load import load_adapter
 from polylens.engine.engine import Engine
 from polylens.errors import AdapterError
 from polylens.server.options import AdapterPolicy, ServerOptions
@@ -258,17 +259,15 @@ def test_a_template_in_the_folder_is_used_and_told(server: Local, shop: Shop):
     unload(server, "own")
 
 
-def test_a_load_that_takes_long_holds_up_no_answer(
-    server: Local, shop: Shop, engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
-    read, reading, go_on = engine.registry._read, threading.Event(), threading.Event()
+def test_a_load_that_takes_long_holds_up_no_answer(server: Local, shop: Shop, monkeypatch: pytest.MonkeyPatch):
+    reading, go_on = threading.Event(), threading.Event()
 
-    def slow(name: str, path: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         reading.set()
         assert go_on.wait(60)
-        return read(name, path)
+        return load_adapter(*args, **options)
 
-    monkeypatch.setattr(engine.registry, "_read", slow)
+    monkeypatch.setattr("polylens.engine.adapter_files.load_adapter", slow)
     with ThreadPoolExecutor(1) as pool:
         loaded = pool.submit(load, server, "slow", shop.spare)
         assert reading.wait(60)

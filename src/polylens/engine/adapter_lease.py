@@ -22,7 +22,8 @@ class StoreLease:
 
     def __init__(self, store: AdapterStore, entry: Entry | None) -> None:
         self._store = store
-        self._entry = entry
+        self.entry = entry
+        """None for the base model, and after the release."""
         self._is_base = entry is None
 
     @property
@@ -30,19 +31,19 @@ class StoreLease:
         """The adapter, once `read` has returned; None for the base model."""
         if self._is_base:
             return None
-        if self._entry is None or self._entry.adapter is None:
+        if self.entry is None or self.entry.adapter is None:
             raise InternalError("a lease's adapter was asked for before it was read, or after its release")
-        return self._entry.adapter
+        return self.entry.adapter
 
     def read(self) -> StoreLease:
         """Read the adapter's files unless they were read before: blocks. Raises AdapterError."""
-        if self._entry is not None:
-            self._store._read_once(self._entry)
+        if self.entry is not None:
+            self._store.read_once(self.entry)
         return self
 
     def release(self) -> None:
         """Say that the request no longer needs the adapter."""
-        self._store._release(self)
+        self._store.end_lease(self)
 
     def __enter__(self) -> StoreLease:
         return self

@@ -6,6 +6,7 @@ those that must leave: just as many as make its room, those that came first.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from polylens.errors import InternalError
@@ -31,6 +32,7 @@ class Residents:
         self._clock = clock
         self._entries: dict[Entry, None] = {}
         self._claim: tuple[Entry, float] | None = None
+        self._ticks = itertools.count(1)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
@@ -44,6 +46,10 @@ class Residents:
             self._entries[entry] = None
         else:
             self._entries.pop(entry, None)
+
+    def tick(self) -> int:
+        """A point in the order in which entries came and were used."""
+        return next(self._ticks)
 
     # ---- how much
 

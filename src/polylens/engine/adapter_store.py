@@ -12,18 +12,18 @@ requests for a resident adapter keeps no other out, and the patience bounds how 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from polylens.adapters.load import check_adapter_name
 from polylens.engine.adapter_lease import StoreLease, StoreStats, Unloaded
+from polylens.engine.adapter_moves import AdapterMoves
 from polylens.engine.adapter_residents import Residents
 from polylens.engine.adapter_tiers import Entry
-from polylens.errors import AdapterConflictError, AdapterError, InternalError, UnknownAdapterError
+from polylens.errors import AdapterConflictError, AdapterError, UnknownAdapterError
 
 if TYPE_CHECKING:
     from polylens.adapters.load import AdapterPath, LoadReport
@@ -53,11 +53,6 @@ class AdapterStore:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._read = read
-        self._place = place
-        self._shared_memory = shared_memory
-        self._clock = clock
-        self._mover = ThreadPoolExecutor(1, "polylens-adapter-tiers")
         self._loading = threading.Lock()
         """One `load` at a time: what a name means must not change between its parts."""
         self._reading = threading.Lock()
@@ -67,10 +62,15 @@ class AdapterStore:
         self._retired: dict[Entry, Future[int]] = {}
         self._by_adapter: dict[Adapter, Entry] = {}
         self._held = Residents(device_bytes, host_bytes, patience_s, clock)
-        self._failed: list[Entry] = []
-        self._ticks = itertools.count(1)
-        self._num_reads = self._num_moves_in = self._num_moves_out = 0
-        self._moves_in_s = 0.0
+        self._moves = AdapterMoves(
+            read,
+            place,
+            self._held,
+            self._lock,
+            shared_memory=shared_memory,
+            arrived=self._drop_if_released,
+            clock=clock,
+        )
 
     # ---- names
 
@@ -90,34 +90,45 @@ class AdapterStore:
     def _load(self, name: str, path: AdapterPath, replace: bool, pinned: bool, prefetch: bool) -> LoadReport:
         check_adapter_name(name)
         entry = Entry(name, path, pinned=pinned)
-        entry.take_in(*self._read_files(name, path))
-        self._check_fits(entry)
-        with self._lock:
-            old = self._entries.get(name)
-            same = old is not None and old.adapter is not None and old.adapter.content == entry.adapter.content  # type: ignore[union-attr]
-            if old is not None and not same and not replace and (old.adapter is not None or old.path != path):
-                raise AdapterConflictError(
-                    f"adapter {name!r} is loaded with other content (from {str(old.path)!r}); "
-                    "unload it first, or load it with replace=True (over HTTP: load_inplace)"
-                )
-            wanted = old if same and old is not None else entry
+        entry.take_in(*self._moves.read(entry))
+        self._moves.check_fits(entry)
+        old = self._replaced_by(entry, replace)
+        same = old is not None and old.has_content_of(entry)
+        wanted = old if same and old is not None else entry
         # Brought in before the name changes its meaning: where there is no room for it, nothing has changed.
         if pinned or prefetch or self._has_room(wanted):
             try:
-                self._bring_in_now(wanted)
+                self._moves.bring_in_now(wanted)
             except AdapterError:
-                self._give_up(entry)
+                with self._lock:
+                    self._moves.forget(entry)
                 raise
         with self._lock:
             if wanted is entry:
                 if old is not None:
                     self._retire(old)
+                self._entries[name] = entry
                 self._install(entry)
             wanted.pinned = pinned
-            self._trim_host(wanted)
+            self._moves.trim_host(wanted)
         report = wanted.report
         assert report is not None
         return report.unchanged() if same else report
+
+    def _replaced_by(self, entry: Entry, replace: bool) -> Entry | None:
+        """What the entry's name means now. Raises AdapterConflictError if that has other content and must stay."""
+        with self._lock:
+            old = self._entries.get(entry.name)
+            if old is None or replace or old.has_content_of(entry) or (old.adapter is None and old.path == entry.path):
+                return old
+        raise AdapterConflictError(
+            f"adapter {entry.name!r} is loaded with other content (from {str(old.path)!r}); "
+            "unload it first, or load it with replace=True (over HTTP: load_inplace)"
+        )
+
+    def _has_room(self, entry: Entry) -> bool:
+        with self._lock:
+            return self._held.missing_bytes(entry) == 0
 
     def register(self, name: str, path: AdapterPath, *, pinned: bool = False) -> None:
         """Have the adapter at `path` under `name` without reading it. AdapterConflictError if the name is taken."""
@@ -130,9 +141,9 @@ class AdapterStore:
     def prefetch(self, name: str) -> None:
         """Have `name` on the device when this returns; blocks. Raises UnknownAdapterError, AdapterError."""
         with self.lease(name) as lease:
-            entry = lease.read()._entry
+            entry = lease.read().entry
             assert entry is not None
-            self._bring_in_now(entry)
+            self._moves.bring_in_now(entry)
 
     def unload(self, name: str) -> Unloaded:
         """Forget `name`. Requests that hold it finish with it. Raises UnknownAdapterError."""
@@ -162,7 +173,7 @@ class AdapterStore:
         """What loading `name` reported. Raises UnknownAdapterError, AdapterError."""
         with self._lock:
             entry = self._entry(name)
-        self._read_once(entry)
+        self.read_once(entry)
         assert entry.report is not None
         return entry.report
 
@@ -198,15 +209,15 @@ class AdapterStore:
                 num_on_device=sum(entry.on_device for entry in self._held),
                 device_bytes=self._held.device_bytes,
                 host_bytes=self._held.host_bytes,
-                num_reads=self._num_reads,
-                num_moves_in=self._num_moves_in,
-                num_moves_out=self._num_moves_out,
-                moves_in_s=self._moves_in_s,
+                num_reads=self._moves.num_reads,
+                num_moves_in=self._moves.num_in,
+                num_moves_out=self._moves.num_out,
+                moves_in_s=self._moves.in_s,
             )
 
     def close(self) -> None:
         """Wait for what is being brought in; nothing is brought in afterwards."""
-        self._mover.shutdown(wait=True, cancel_futures=True)
+        self._moves.close()
 
     # ---- the scheduler's gate (engine thread)
 
@@ -217,13 +228,13 @@ class AdapterStore:
         with self._lock:
             entry = self._by_adapter[seq.adapter]
             if not entry.on_device:
-                self._ask_for(entry)
+                self._moves.ask_for(entry)
                 return False
             if entry in self._held.leaving():
                 return False
             entry.num_users += 1
             entry.fresh = False
-            entry.last_used = next(self._ticks)
+            entry.last_used = self._held.tick()
             return True
 
     def leave(self, seq: Sequence) -> None:
@@ -233,17 +244,12 @@ class AdapterStore:
         with self._lock:
             entry = self._by_adapter[seq.adapter]
             entry.num_users -= 1
-            entry.last_used = next(self._ticks)
+            entry.last_used = self._held.tick()
 
     def take_failures(self) -> dict[Adapter, AdapterError]:
         """Adapters that could not be brought in since the last call: their waiting requests must end."""
         with self._lock:
-            errors = {}
-            for entry in self._failed:
-                errors[_adapter(entry)] = _as_adapter_error(entry)
-                entry.error = None
-            self._failed.clear()
-            return errors
+            return self._moves.take_failures()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until an adapter has come in, or for so long."""
@@ -255,140 +261,32 @@ class AdapterStore:
         with self._lock:
             self._held.check_integrity((*self._by_adapter.values(), *self._retired))
 
-    # ---- moving (lock held, but where it says otherwise)
+    # ---- what leases ask
 
-    def _ask_for(self, entry: Entry) -> None:
-        """Begin to bring an adapter in, or claim room for it."""
-        if entry.coming or entry.error is not None:
-            return
-        if self._make_room(entry):
-            self._set_aside(entry)
-            self._mover.submit(self._bring_in, entry)
-        else:
-            self._held.claim(entry)
-
-    def _make_room(self, entry: Entry) -> bool:
-        """Put idle adapters out until `entry` fits; False, and nothing done, if they are not enough."""
-        leaving = self._held.replaceable_by(entry)
-        for one in leaving or ():
-            self._put_out(one)
-        return leaving is not None
-
-    def _set_aside(self, entry: Entry) -> None:
-        entry.coming = True
-        self._held.note(entry)
-        self._by_adapter[_adapter(entry)] = entry
-        self._held.meet(entry)
-
-    def _put_out(self, entry: Entry) -> None:
-        if entry.on_device:
-            entry.deltas.placed = None
-            self._num_moves_out += 1
-            self._held.note(entry)
-
-    def _bring_in(self, entry: Entry) -> None:
-        """Without the lock: copy an adapter, whose room is set aside, to the device. Errors wait in the entry."""
-        began = self._clock()
-        try:
-            host = entry.host
-            if host is None:
-                adapter, report = self._read_files(entry.name, entry.path)
-                with self._lock:
-                    entry.take_in(adapter, report)
-                host = adapter.deltas
-            placed = self._place(host)
-        except Exception as error:  # noqa: BLE001  (it must reach the requests that wait for the adapter)
-            with self._lock:
-                entry.coming, entry.error = False, error
-                self._failed.append(entry)
-                self._held.note(entry)
-                self._drop_if_released(entry)
-                self._lock.notify_all()
-            return
-        with self._lock:
-            entry.deltas.placed = placed
-            entry.coming, entry.fresh, entry.came_at = False, True, next(self._ticks)
-            self._num_moves_in += 1
-            self._moves_in_s += self._clock() - began
-            if self._shared_memory:
-                entry.host = None
-            self._held.note(entry)
-            self._trim_host(entry)
-            self._drop_if_released(entry)
-            self._lock.notify_all()
-
-    def _bring_in_now(self, entry: Entry) -> None:
-        """Without the lock: as `_bring_in`, on this thread. Raises AdapterError; also where there is no room."""
-        with self._lock:
-            self._lock.wait_for(lambda: not entry.coming)
-            if entry.on_device:
-                return
-            if not self._make_room(entry):
-                raise AdapterError(
-                    f"adapter {entry.name!r} needs {entry.num_bytes} bytes on the device, and those there now are "
-                    "pinned or in use; unload one, or load it without pinned and prefetch"
-                )
-            self._set_aside(entry)
-        self._bring_in(entry)
-        with self._lock:
-            # Nobody may be waiting for it: then it is as idle as any other.
-            entry.fresh = False
-            if entry.error is not None:
-                error, entry.error = _as_adapter_error(entry), None
-                self._failed.remove(entry)
-                self._by_adapter.pop(_adapter(entry), None)
-                raise error
-
-    def _give_up(self, entry: Entry) -> None:
-        """Without the lock: forget an entry that has not got its name."""
-        with self._lock:
-            entry.host = None
-            self._held.note(entry)
-
-    def _trim_host(self, newest: Entry) -> None:
-        """Forget copies in CPU memory, the longest unused first, until they fit; the files are still there."""
-        if self._held.host_budget is None:
-            return
-        newest.last_used = next(self._ticks)
-        for one in self._held.beyond_host_budget():
-            one.host = None
-            self._held.note(one)
-
-    # ---- reading (without the lock)
-
-    def _read_files(self, name: str, path: AdapterPath) -> tuple[Adapter, LoadReport]:
-        found = self._read(name, path)
-        with self._lock:
-            self._num_reads += 1
-        return found
-
-    def _read_once(self, entry: Entry) -> None:
+    def read_once(self, entry: Entry) -> None:
+        """Read an entry's files unless they were read before: blocks. Raises AdapterError."""
         with self._reading:
             if entry.adapter is not None:
                 return
-            adapter, report = self._read_files(entry.name, entry.path)
+            adapter, report = self._moves.read(entry)
             with self._lock:
                 entry.take_in(adapter, report)
             try:
-                self._check_fits(entry)
+                self._moves.check_fits(entry)
             except AdapterError:
                 entry.adapter = entry.report = entry.host = None
                 raise
         with self._lock:
-            self._install_read(entry)
-            self._trim_host(entry)
+            self._install(entry)
+            self._moves.trim_host(entry)
 
-    def _check_fits(self, entry: Entry) -> None:
-        budget = self._held.device_budget
-        if budget is not None and entry.num_bytes > budget:
-            raise AdapterError(
-                f"adapter {entry.name!r} needs {entry.num_bytes} bytes on the device; the budget for adapters is "
-                f"{budget}"
-            )
-
-    def _has_room(self, entry: Entry) -> bool:
+    def end_lease(self, lease: StoreLease) -> None:
+        """Once only: later calls do nothing."""
         with self._lock:
-            return self._held.missing_bytes(entry) == 0
+            entry, lease.entry = lease.entry, None
+            if entry is not None:
+                entry.num_leases -= 1
+                self._drop_if_released(entry)
 
     # ---- entries (lock held)
 
@@ -398,11 +296,8 @@ class AdapterStore:
         return self._entries[name]
 
     def _install(self, entry: Entry) -> None:
-        self._entries[entry.name] = entry
-        self._install_read(entry)
-
-    def _install_read(self, entry: Entry) -> None:
-        self._by_adapter[_adapter(entry)] = entry
+        assert entry.adapter is not None
+        self._by_adapter[entry.adapter] = entry
         self._held.note(entry)
 
     def _retire(self, entry: Entry) -> Future[int]:
@@ -412,35 +307,10 @@ class AdapterStore:
         self._drop_if_released(entry)
         return released
 
-    def _release(self, lease: StoreLease) -> None:
-        with self._lock:
-            entry, lease._entry = lease._entry, None
-            if entry is not None:
-                entry.num_leases -= 1
-                self._drop_if_released(entry)
-
     def _drop_if_released(self, entry: Entry) -> None:
         if entry.num_leases or entry.coming or entry not in self._retired:
             return
         released = self._retired.pop(entry)
-        freed = entry.num_bytes * ((entry.host is not None) + entry.on_device)
-        self._put_out(entry)
-        entry.host = None
-        self._held.note(entry)
         if entry.adapter is not None:
             self._by_adapter.pop(entry.adapter, None)
-        released.set_result(freed)
-
-
-def _adapter(entry: Entry) -> Adapter:
-    if entry.adapter is None:
-        raise InternalError(f"adapter {entry.name!r} has not been read")
-    return entry.adapter
-
-
-def _as_adapter_error(entry: Entry) -> AdapterError:
-    if isinstance(entry.error, AdapterError):
-        return entry.error
-    error = AdapterError(f"adapter {entry.name!r} could not be brought in: {entry.error}")
-    error.__cause__ = entry.error
-    return error
+        released.set_result(self._moves.forget(entry))

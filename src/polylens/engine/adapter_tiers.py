@@ -101,6 +101,10 @@ class Entry:
         waited_for = self.fresh and self.num_leases > 0
         return self.on_device and not (self.pinned or self.coming or self.num_users or waited_for)
 
+    def has_content_of(self, other: Entry) -> bool:
+        """Whether both have been read, and do the same to every request."""
+        return None not in (self.adapter, other.adapter) and self.adapter.content == other.adapter.content  # type: ignore[union-attr]
+
     def take_in(self, adapter: Adapter, report: LoadReport) -> None:
         """Keep what reading the files gave. AdapterFormatError if they have changed since the first time."""
         if self.adapter is None:
