@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from polylens.core import Component, LayerKind
-from polylens.models.components import audio_path, model_layers
+from polylens.models.components import model_layers
+from polylens.models.parts import audio_path
 from tests.families.build import FAMILIES
 
 Checkpoint = Callable[[str], Path]

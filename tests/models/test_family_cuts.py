@@ -15,6 +15,14 @@ from polylens.models.probe_model import find_row_rules
 from tests.models.test_probe_model import deepened
 
 CUTS = [
+    ("qwen2_vl", 9, {}, (0, 8)),
+    ("qwen2_5_vl", 9, {"fullatt_block_indexes": [2, 4, 6, 8]}, (0, 2, 8)),
+    ("qwen3_vl", 9, {"deepstack_visual_indexes": [1, 3, 5]}, (0, 1, 3, 5, 8)),
+    ("gemma3", 6, {}, (0, 5)),
+    ("llava", 6, {}, (0, 4, 5)),
+    ("llava", 7, {"vision_feature_layer": -3}, (0, 4, 5, 6)),
+    ("llava", 7, {"vision_feature_layer": 3}, (0, 2, 3, 6)),
+    ("llava", 7, {"vision_feature_layer": [2, -2]}, (0, 1, 2, 5, 6)),
     ("internvl", 6, {}, (0, 5)),
     ("llava_next_granite", 6, {"vision_feature_layer": [-4, -2, -1]}, (0, 2, 3, 4, 5)),
     ("granite4_vision", 6, {"deepstack_layer_map": [[-4, 4]], "spatial_vision_layer": -1}, (0, 2, 3, 5)),
@@ -25,6 +33,8 @@ CUTS = [
     ("molmo2", 9, {}, (0, 1, 2, 3, 8)),  # another config names its levels
 ]
 """(family, blocks of its tower, settings of it, the blocks that its cut copy has)."""
+IN_CI = (CUTS[1], CUTS[3], CUTS[5], CUTS[7], CUTS[-1])
+"""Windows and full attention, a fixed size, features before the last layer and of several layers."""
 
 
 @pytest.mark.parametrize(("family", "num_blocks", "settings", "kept"), CUTS)
@@ -35,12 +45,9 @@ def test_a_cut_copy_has_the_blocks_that_differ(
     assert copy_for_probe(big.model, big.layers, max_parameters=0).kept == kept
 
 
-IN_CI = "molmo2"  # and the families of `test_probe_model`
-
-
 @pytest.mark.parametrize(
     ("family", "num_blocks", "settings"),
-    [pytest.param(*cut[:3], marks=[pytest.mark.full] * (cut[0] != IN_CI)) for cut in CUTS],
+    [pytest.param(*cut[:3], marks=() if cut in IN_CI else pytest.mark.full) for cut in CUTS],
 )
 def test_a_cut_copy_gives_the_rules_of_the_whole(
     family: str, num_blocks: int, settings: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path

@@ -14,8 +14,8 @@ from polylens import LLM
 from polylens.config import EngineConfig
 from polylens.engine.merge_checkpoint import merge_checkpoint
 from polylens.errors import RequestError
-from polylens.models.components import audio_path
 from polylens.models.loading import load_model
+from polylens.models.parts import audio_path
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
 from tests.families.adapters import make_adapter

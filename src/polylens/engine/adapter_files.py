@@ -15,7 +15,7 @@ from polylens.core import LayerKind, Replacement, TokenRows
 from polylens.errors import AdapterError, InternalError
 from polylens.lora.arena import pack
 from polylens.models.adapter_processing import AdapterProcessings, differences
-from polylens.models.components import token_embedding
+from polylens.models.parts import token_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

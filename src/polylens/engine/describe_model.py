@@ -12,8 +12,8 @@ import torch
 from polylens.core import EXPERT_KINDS, Component, LayerKind
 from polylens.engine.adaptable import Adaptable
 from polylens.engine.prove import settled
-from polylens.models.components import audio_path
 from polylens.models.loading import auto_class, load_processor, loading_errors, prepare_model, read_config
+from polylens.models.parts import audio_path
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import RowRule
 

@@ -31,8 +31,8 @@ from polylens.core import BARE_KINDS, EXPERT_KINDS, LayerKind
 from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.llm import LLM
 from polylens.errors import AdapterMismatchError
-from polylens.models.components import module_path
 from polylens.models.loading import load_model
+from polylens.models.parts import module_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

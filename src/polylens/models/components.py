@@ -13,11 +13,15 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind, LayerSpec, ModelLayers
 from polylens.models.families import llama4, notes_for
+from polylens.models.parts import module_path, output_head, picture_encoder, text_encoder, text_model, token_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel
+
+    Locate = Callable[[str], Component]
+    """The component of a module or parameter path."""
 
 # A merger inside the tower module is the connector: it maps patches to the text model's width
 # (Qwen-VL: visual.merger, visual.deepstack_merger_list; GLM-4V: visual.downsample; Ovis 2: head_linear; Granite
@@ -27,66 +31,8 @@ _CONNECTOR_IN_TOWER = re.compile(
 )
 _SECOND_TOWER = re.compile(r"(?:^|\.)(?:video_tower|high_res_vision_(?:model|neck|proj))\.")
 """Towers that transformers does not name as the encoder: Video-LLaVA's of videos, DeepSeek-VL's of large pictures."""
-_TOWERS_ELSEWHERE = ("vqmodel", "image_encoder", "vision_tokenizer")
-"""Encoders of pictures by names that transformers' `get_encoder` does not look for (Chameleon, Emu 3; GIT; Apertus)."""
-
-
 _OWNED = EXPERT_KINDS | {LayerKind.SHARED}
 """Kinds of which all parameters of the owning module are layers."""
-
-
-def text_model(model: PreTrainedModel) -> nn.Module:
-    """The decoder without its head."""
-    decoder = model.get_decoder()
-    return decoder.model if type(decoder).__name__.endswith("ForCausalLM") else decoder
-
-
-def picture_encoder(model: PreTrainedModel) -> nn.Module:
-    """The tower; the model itself where nothing of it is one."""
-    encoder = model.get_encoder(modality="image")
-    if encoder is model.get_encoder() and text_encoder(model) is not None:
-        return encoder.get_encoder(modality="image")  # T5Gemma 2 names the encoder of both, which has a tower
-    if encoder is not model and encoder is not model.base_model:
-        return encoder
-    if model.config.is_encoder_decoder:
-        return model.get_encoder()
-    named = (module for name, module in model.named_modules() if name.rpartition(".")[2] in _TOWERS_ELSEWHERE)
-    return next(named, model)
-
-
-def text_encoder(model: PreTrainedModel) -> nn.Module | None:
-    """What encodes text in an encoder that takes pictures too: the owner of the embedding; None: there is none."""
-    if not model.config.is_encoder_decoder or (encoder := model.get_encoder()) is model:
-        return None
-    embedding = token_embedding(model)
-    owners = (module for module in encoder.modules() if any(child is embedding for child in module.children()))
-    return next(owners, None)
-
-
-def token_embedding(model: PreTrainedModel) -> nn.Module:
-    """The embedding of the text; some models leave it to their decoder to say."""
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return model.get_decoder().get_input_embeddings()
-
-
-def output_head(model: PreTrainedModel) -> nn.Module:
-    """The layer that makes logits; some models leave it to their decoder to say."""
-    return model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
-
-
-def module_path(model: nn.Module, wanted: nn.Module) -> str:
-    """The dotted path of `wanted` inside `model`."""
-    return next(name for name, module in model.named_modules() if module is wanted)
-
-
-def audio_path(model: PreTrainedModel) -> str | None:
-    """The path of the encoder of sounds, through which no picture goes; None where there is none."""
-    encoder = model.get_encoder(modality="audio")
-    # None for a tower that the config leaves out; T5Gemma 2 gives its encoder of text.
-    others = (None, model, model.base_model, model.get_encoder())
-    return None if any(encoder is other for other in others) else module_path(model, encoder)
 
 
 def model_layers(model: PreTrainedModel) -> ModelLayers:
@@ -136,56 +82,59 @@ def _module_of(spec: LayerSpec) -> str:
     return spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name
 
 
-def _layer_specs(model: PreTrainedModel, locate: Callable[[str], Component]) -> Iterator[LayerSpec]:
-    matmul_parameters = notes_for(model.config.model_type).matmul_parameters
+def _layer_specs(model: PreTrainedModel, locate: Locate) -> Iterator[LayerSpec]:
     for name, module in model.named_modules():
-        if is_router(module) and locate(name) is Component.LANGUAGE_MODEL:
-            num_experts, width = module.get_parameter("weight").shape
-            yield LayerSpec(name, locate(name), LayerKind.ROUTER, width, num_experts)
-            continue
-        if isinstance(module, nn.Linear):
-            inputs, out = int(module.in_features), int(module.out_features)  # tensors in Inkling
-            yield LayerSpec(name, locate(name), LayerKind.LINEAR, inputs, out)
-            continue
-        if (kind := experts_kind(module)) and locate(name) is Component.LANGUAGE_MODEL:
-            for parameter in EXPERT_PARAMETERS:
-                num_experts, out, inputs = module.get_parameter(parameter).shape
-                if kind is LayerKind.EXPERTS_IN_FIRST:
-                    out, inputs = inputs, out
-                path = f"{name}.{parameter}"
-                yield LayerSpec(path, locate(path), kind, inputs, out, num_experts)
-            continue
-        if other := _other_spec(name, module, model, locate):
-            yield other
-            continue
-        for param_name, param in module.named_parameters(recurse=False):
-            if param_name in matmul_parameters:
-                path = f"{name}.{param_name}"
-                yield LayerSpec(path, locate(path), LayerKind.MATMUL, param.shape[0], param.shape[1])
-            elif locate(name) is Component.VISION_TOWER and param.dim():
-                # The tower runs nowhere but in the encoder, so there its parameters can be exchanged as a whole.
-                path, width = f"{name}.{param_name}", param.shape[-1]
-                yield LayerSpec(path, Component.VISION_TOWER, LayerKind.SHARED, param.numel() // width, width)
+        if spec := _module_spec(name, module, model, locate):
+            yield spec
+        elif (kind := experts_kind(module)) and locate(name) is Component.LANGUAGE_MODEL:
+            yield from _expert_specs(name, module, kind)
+        else:
+            yield from _parameter_specs(name, module, model, locate)
 
 
-def _other_spec(
-    name: str, module: nn.Module, model: PreTrainedModel, locate: Callable[[str], Component]
-) -> LayerSpec | None:
-    """The spec of a patch embedding, a norm or the token embedding; None for any other module."""
-    weight = module._parameters.get("weight")
-    if weight is None:
+def _module_spec(name: str, module: nn.Module, model: PreTrainedModel, locate: Locate) -> LayerSpec | None:
+    """The spec of a module that is one layer; None for any other module."""
+    component = locate(name)
+    of_text = component is Component.LANGUAGE_MODEL
+    if of_text and is_router(module):
+        num_experts, width = module.get_parameter("weight").shape
+        return LayerSpec(name, component, LayerKind.ROUTER, width, num_experts)
+    if isinstance(module, nn.Linear):
+        # Inkling's are tensors.
+        return LayerSpec(name, component, LayerKind.LINEAR, int(module.in_features), int(module.out_features))
+    if (weight := module._parameters.get("weight")) is None:
         return None
     if module is token_embedding(model) and isinstance(module, nn.Embedding):
         width = module.embedding_dim
         return LayerSpec(name, Component.LANGUAGE_MODEL, LayerKind.EMBEDDING, module.num_embeddings, width)
     if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_linear_over_patches(module):
-        return LayerSpec(name, locate(name), LayerKind.CONV, weight[0].numel(), weight.shape[0])
+        return LayerSpec(name, component, LayerKind.CONV, weight[0].numel(), weight.shape[0])
     if weight.dim() == 1 and type(module).__name__.endswith("Norm") and _takes_rows(module):
-        of_text = locate(name) is Component.LANGUAGE_MODEL
         inner = of_text and len(weight) != model.config.get_text_config().hidden_size
         kind = LayerKind.HEAD_NORM if inner else LayerKind.NORM
-        return LayerSpec(name, locate(name), kind, len(weight), len(weight))
+        return LayerSpec(name, component, kind, len(weight), len(weight))
     return None
+
+
+def _expert_specs(name: str, module: nn.Module, kind: LayerKind) -> Iterator[LayerSpec]:
+    for parameter in EXPERT_PARAMETERS:
+        num_experts, out, inputs = module.get_parameter(parameter).shape
+        if kind is LayerKind.EXPERTS_IN_FIRST:
+            out, inputs = inputs, out
+        yield LayerSpec(f"{name}.{parameter}", Component.LANGUAGE_MODEL, kind, inputs, out, num_experts)
+
+
+def _parameter_specs(name: str, module: nn.Module, model: PreTrainedModel, locate: Locate) -> Iterator[LayerSpec]:
+    """Of parameters that are layers themselves: those multiplied with, and all others of the tower."""
+    matmul_parameters = notes_for(model.config.model_type).matmul_parameters
+    for own_name, parameter in module.named_parameters(recurse=False):
+        path = f"{name}.{own_name}"
+        if own_name in matmul_parameters:
+            yield LayerSpec(path, locate(path), LayerKind.MATMUL, parameter.shape[0], parameter.shape[1])
+        elif locate(name) is Component.VISION_TOWER and parameter.dim():
+            # The tower runs nowhere but in the encoder, so there its parameters can be exchanged as a whole.
+            width = parameter.shape[-1]
+            yield LayerSpec(path, Component.VISION_TOWER, LayerKind.SHARED, parameter.numel() // width, width)
 
 
 def _takes_rows(module: nn.Module) -> bool:
@@ -230,7 +179,7 @@ def _is_linear_over_patches(module: nn.Conv2d | nn.Conv3d) -> bool:
     return plain and unpadded and tuple(module.stride) == tuple(module.kernel_size)
 
 
-def _component_finder(model: PreTrainedModel) -> Callable[[str], Component]:
+def _component_finder(model: PreTrainedModel) -> Locate:
     tower = module_path(model, picture_encoder(model))
     text = module_path(model, text_model(model))
     encoder = text_encoder(model)

@@ -24,8 +24,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from polylens.errors import ModelLoadError, first_line
-from polylens.models.components import model_layers, module_path, output_head, text_model
+from polylens.models.components import model_layers
 from polylens.models.families import FamilyNotes, TwoWay, notes_for
+from polylens.models.parts import module_path, output_head, text_model
 from polylens.models.processing import Processing
 from polylens.models.text_fit import is_proven_by_tests, why_hosted
 from polylens.models.text_only import TextOnlyProcessor

@@ -341,7 +341,8 @@ class _Probe:
             return True
         original = layer.weight.detach().clone()
         try:
-            layer.weight.copy_(torch.randn(original.shape).to(original))
+            noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(0))
+            layer.weight.copy_(noise.to(original))
             return any(not _identical(self._encode(batch.items), batch.features) for batch in self._batches)
         finally:
             layer.weight.copy_(original)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from polylens.core import Component, LayerKind, ModelLayers
-from polylens.models.components import audio_path, model_layers
+from polylens.models.components import model_layers
+from polylens.models.parts import audio_path
 from polylens.models.probe import ProbeResult
 from polylens.models.probe_cut import cut_tower
 from polylens.models.probe_hooks import ProbeLayer
@@ -64,14 +65,25 @@ def copy_for_probe(
         _cut_sounds(config)
     config._attn_implementation = _tower_attention(model)
     config.get_text_config()._attn_implementation = None  # its default: it may have no other (Gemma 2)
-    small = type(model)._from_config(config, dtype=torch.float32)
-    small = small.to(device_for_copy(model)).eval().requires_grad_(False)
-    small_layers = model_layers(small)
-    randomise(small, small_layers)
+    small, small_layers = random_model(model, config)
     return ProbeCopy(small, small_layers, kept)
 
 
-def device_for_copy(model: nn.Module) -> torch.device:
+def random_model(
+    model: PreTrainedModel, config: PreTrainedConfig, **options: Any
+) -> tuple[PreTrainedModel, ModelLayers]:
+    """A float32 model of `config`, of the class and on the device of `model`: its weights are random, let every layer
+    matter, and are the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # of the values that `_randomise` only adds to, such as decays
+        small = type(model)._from_config(config, dtype=torch.float32, **options)
+    small = small.to(_device_for_copy(model)).eval().requires_grad_(False)
+    layers = model_layers(small)
+    _randomise(small, layers)
+    return small, layers
+
+
+def _device_for_copy(model: nn.Module) -> torch.device:
     """The model's own device; of a model without weights, the CPU."""
     device = next(model.parameters()).device
     return torch.device("cpu") if device.type == "meta" else device
@@ -124,7 +136,7 @@ def _cut_sounds(config: PreTrainedConfig) -> None:
             setattr(audio, name, 1)
 
 
-def randomise(model: nn.Module, layers: ModelLayers) -> None:
+def _randomise(model: nn.Module, layers: ModelLayers) -> None:
     """Random weights that keep activations in range and let every layer matter.
 
     The architectures' own initialisation does not: it holds zeros (Gemma 3's projector) and tiny scales.

@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import nn
 
-from polylens.models.components import picture_encoder
 from polylens.models.encoder import encode
+from polylens.models.parts import picture_encoder
 from polylens.models.probe import ProbeResult, probe_row_rules
 from polylens.models.probe_cache import ProbeCache
 from polylens.models.probe_copy import (

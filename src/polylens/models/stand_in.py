@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from polylens.models.components import model_layers
-from polylens.models.probe_copy import MAX_UNCUT_PARAMETERS, device_for_copy, randomise
+from polylens.models.probe_copy import MAX_UNCUT_PARAMETERS, random_model
 from polylens.models.probe_cut import cut_tower
 
 if TYPE_CHECKING:
@@ -67,19 +66,10 @@ def stand_in(model: PreTrainedModel, *, narrow: bool = True) -> PreTrainedModel:
         _cut_text(text)
         _narrow_text(config, text, width=narrow)
         _cut_tower(config, model)
-    small = _build(model, config)
+    # None: each part of the model takes its default, which takes float32.
+    small, _ = random_model(model, config, attn_implementation=None)
     if is_big:
         _restore_vocabulary(small, _num_embeddings(model))
-    return small
-
-
-def _build(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # of the values that `randomise` only adds to, such as decays
-        # None: each part of the model takes its default, which takes float32.
-        small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=None)
-    small = small.to(device_for_copy(model)).eval().requires_grad_(False)
-    randomise(small, model_layers(small))
     return small
 
 

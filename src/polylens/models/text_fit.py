@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polylens.models.components import text_model
 from polylens.models.families import FAMILIES, notes_for
+from polylens.models.parts import text_model
 from polylens.models.recurrent import attends_and_carries_state
 
 if TYPE_CHECKING:
