@@ -363,7 +363,7 @@ class TestItems:
         memo = ResultMemo(100)
         for index in range(10):
             memo.put((str(index), ""), ItemResult("", {"x": torch.zeros(10)}))
-        assert memo._num_bytes == 80
+        assert memo.num_bytes == 80
         assert memo.get(("9", "")) is not None
         assert memo.get(("0", "")) is None
         memo.put(("big", ""), ItemResult("", {"x": torch.zeros(30)}))

@@ -7,7 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from polylens.errors import ModelLoadError
-from polylens.models.control_tokens import ControlTokens, Escape, SafeTokenizer, control_tokens
+from polylens.models.control_tokens import ControlTokens, Escape, control_tokens
+from polylens.models.safe_tokenizer import SafeTokenizer
 from tests.families.tokenizers_and_templates import qwen_tokenizer
 
 TEMPLATE = "<s>{{ text }}</s>"

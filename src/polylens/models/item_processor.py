@@ -33,6 +33,13 @@ def media_token(processor: Any, kind: MediaKind) -> str | None:
     return None if token is None else str(token)  # BLIP-2's is an AddedToken
 
 
+def kinds_taken(processor: Any) -> list[MediaKind]:
+    """The kinds of media that a processor has a part and a token for; pictures always."""
+    has_token = media_token(processor, MediaKind.VIDEO) is not None
+    takes_videos = has_token and media_part(processor, MediaKind.VIDEO) is not None
+    return [MediaKind.IMAGE, MediaKind.VIDEO] if takes_videos else [MediaKind.IMAGE]
+
+
 @dataclass(frozen=True)
 class ItemResult:
     """What a processor returned for one item alone."""
@@ -169,7 +176,7 @@ class ResultMemo:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._results: OrderedDict[tuple[str, str], ItemResult] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -184,7 +191,7 @@ class ResultMemo:
             if key in self._results or result.num_bytes > self._max_bytes:
                 return
             self._results[key] = result
-            self._num_bytes += result.num_bytes
-            while self._num_bytes > self._max_bytes:
+            self.num_bytes += result.num_bytes
+            while self.num_bytes > self._max_bytes:
                 _, oldest = self._results.popitem(last=False)
-                self._num_bytes -= oldest.num_bytes
+                self.num_bytes -= oldest.num_bytes

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import torch
-import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
-    GenerationMixin,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from polylens.errors import ModelLoadError, first_line
+from polylens.models.checkpoint_checks import check_config, check_loading_report, check_local, check_tokenizer
 from polylens.models.components import model_layers
 from polylens.models.families import FamilyNotes, TwoWay, notes_for
 from polylens.models.parts import module_path, output_head, text_model
@@ -41,9 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-"""One of these holds the vocabulary of every tokenizer transformers writes or converts."""
-_MIN_TRANSFORMERS = (5, 24)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +112,9 @@ def load_model(source: str | Path, config: EngineConfig, chat_template: str | No
     Raises ModelLoadError: missing or broken files, not a model that generates text, quantised weights, an unavailable
     device.
     """
-    _check_transformers()
     source = str(source)
     check_local(source)
-    _check_tokenizer(source)
+    check_tokenizer(source)
     device = _device(config.device)
     hf_config = read_config(source, trust_remote_code=config.trust_remote_code)
     dtype = _dtype(config.dtype, hf_config)
@@ -134,10 +127,10 @@ def load_model(source: str | Path, config: EngineConfig, chat_template: str | No
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named, and refused, by `_check_loading_report`
+            ignore_mismatched_sizes=True,  # they are named, and refused, by `check_loading_report`
         )
     model, report = loaded
-    _check_loading_report(report, source)
+    check_loading_report(report, source)
     model = model.to(device)
     with loading_errors(source):  # a chat template with an error in it, a generation config of wrong types
         return prepare_model(model, processor, source=source, max_model_len=config.max_model_len)
@@ -171,7 +164,7 @@ def read_config(source: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of a model that polylens serves. Raises ModelLoadError."""
     with loading_errors(source):
         config = _answering_part(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
-    _check_config(config, source)
+    check_config(config, source)
     return config
 
 
@@ -205,49 +198,6 @@ def load_processor(source: str, config: PreTrainedConfig, *, trust_remote_code: 
     return processor
 
 
-def _check_transformers() -> None:
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < _MIN_TRANSFORMERS:
-        needed = ".".join(map(str, _MIN_TRANSFORMERS))
-        raise ModelLoadError(f"polylens needs transformers >= {needed}, found {transformers.__version__}: upgrade it")
-
-
-def check_local(source: str) -> None:
-    """Say early and plainly that a path is wrong: a hub look-up of it would fail obscurely."""
-    path = Path(os.path.expanduser(source))  # Path's own raises where "~name" names no user
-    looks_like_path = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
-    if looks_like_path and not path.exists():
-        raise ModelLoadError(f"model folder {source!r} does not exist")
-    if path.is_file():
-        raise ModelLoadError(f"model {source!r} is a file; give the folder that holds config.json")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelLoadError(f"model folder {source!r} has no config.json")
-        read_json_object(path / "config.json")
-        if (path / "generation_config.json").exists():  # transformers passes over one that it cannot read
-            read_json_object(path / "generation_config.json")
-
-
-def _check_tokenizer(source: str) -> None:
-    """Refuse a local folder without a vocabulary: transformers would quietly make an empty tokenizer."""
-    folder = Path(os.path.expanduser(source))
-    if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-        raise ModelLoadError(f"model folder {source!r} has no tokenizer: none of {', '.join(_VOCABULARY_FILES)}")
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The content of a file of a model. Raises ModelLoadError if it cannot be read or holds something else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {file}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} must hold a JSON object")
-    return content
-
-
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
@@ -257,30 +207,6 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ModelLoadError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return device
-
-
-def _check_config(config: PreTrainedConfig, source: str) -> None:
-    known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if not known and not getattr(config, "auto_map", None):
-        raise ModelLoadError(
-            f"{source!r} is a {config.model_type!r} model; polylens serves vision-language models and language models "
-            "(those of transformers' AutoModelForImageTextToText and AutoModelForCausalLM)"
-        )
-    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    if model_class is not None and not model_class.can_generate():
-        raise ModelLoadError(f"{source!r} is a {config.model_type!r} model, which does not generate text")
-    if (reason := notes_for(config.model_type).refused) is not None:
-        raise ModelLoadError(f"{source!r} is a {config.model_type!r} model: {reason}")
-    if model_class is not None and not issubclass(model_class, GenerationMixin):
-        raise ModelLoadError(
-            f"{source!r} is a {config.model_type!r} model, which does not generate text token by token, the only way "
-            "that polylens serves"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelLoadError(
-            f"{source!r} is quantised; polylens needs 16- or 32-bit weights. A QLoRA adapter can be "
-            "served over the 16-bit base model, with slightly different results"
-        )
 
 
 def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
@@ -299,21 +225,6 @@ def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
     if wanted < 1 or (limit is not None and wanted > limit):
         raise ModelLoadError(f"max_model_len {wanted} must be between 1 and the model's context length {limit}")
     return wanted
-
-
-def _check_loading_report(report: dict[str, Any], source: str) -> None:
-    """transformers fills missing weights with random values and only logs it: that is refused here."""
-    missing = sorted(report.get("missing_keys", ()))
-    mismatched = sorted(
-        f"{name} is {tuple(found)}, the config says {tuple(wanted)}"
-        for name, found, wanted in report.get("mismatched_keys", ())
-    )
-    if missing or mismatched:
-        shown = ", ".join((missing + mismatched)[:3])
-        raise ModelLoadError(
-            f"the weights of {source!r} are incomplete: {len(missing)} missing and {len(mismatched)} of another "
-            f"shape, e.g. {shown}"
-        )
 
 
 class loading_errors:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polylens.models.checkpoint_checks import check_local
 from polylens.models.components import model_layers
-from polylens.models.loading import auto_class, check_local, loading_errors, read_config
+from polylens.models.loading import auto_class, loading_errors, read_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 import torch
-from transformers import ProcessorMixin
 
 from polylens.core import MediaKind
 from polylens.errors import InternalError, PolylensError, RequestError, first_line
 from polylens.models.item_processor import ItemProcessor, WholeProcessor, media_part, media_token
 from polylens.models.prepared import PIXEL_PREFIX, ProcessedItem
+from polylens.models.processor_stand_ins import CallTokenizer, RestoredText, called_by, plainly_called, with_flat_images
 from polylens.models.template_limit import template_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from polylens.core import MediaItem
-    from polylens.models.control_tokens import Escape, SafeTokenizer
-    from polylens.models.families.notes import CallProcessor
+    from polylens.models.control_tokens import Escape
     from polylens.models.media_settings import MediaSettings
     from polylens.models.processing import Processing
 
@@ -190,20 +189,20 @@ class ProcessorCall:
 
     def _processor(self) -> Any:
         processor = copy.copy(self._owner.processor)
-        processor.tokenizer = _CallTokenizer(self._owner.safe_tokenizer, self._escape)
+        processor.tokenizer = CallTokenizer(self._owner.safe_tokenizer, self._escape)
         if hasattr(processor, "qformer_tokenizer"):
-            processor.qformer_tokenizer = _RestoredText(processor.qformer_tokenizer, self._escape)
+            processor.qformer_tokenizer = RestoredText(processor.qformer_tokenizer, self._escape)
         for kind, part in self._parts.items():
             if part.real is not None:
                 setattr(processor, f"{kind}_processor", part)
         if self._owner.notes.flat_images:
-            processor.prepare_inputs_layout = _with_flat_images(processor.prepare_inputs_layout)
+            processor.prepare_inputs_layout = with_flat_images(processor.prepare_inputs_layout)
         processor.validate_inputs = self._watched_validation(processor)
         processor.get_text_with_replacements = self._watched_expansion(processor)
         if self._owner.notes.plain_call and not self._owner.whole:
-            processor.__class__ = _plainly_called(processor.__class__)
+            processor.__class__ = plainly_called(processor.__class__)
         if self._owner.notes.call is not None:
-            processor.__class__ = _called_by(self._owner.notes.call, processor.__class__)
+            processor.__class__ = called_by(self._owner.notes.call, processor.__class__)
         return processor
 
     def _watched_expansion(self, processor: Any) -> Any:
@@ -265,89 +264,6 @@ class ProcessorCall:
         return sum(replacement.count(token) for token in tokens)
 
 
-class _CallTokenizer:
-    """Stands in for the processor's tokenizer: the same attributes, safe encoding."""
-
-    def __init__(self, safe: SafeTokenizer, escape: Escape) -> None:
-        self._safe = safe
-        self._escape = escape
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._safe.tokenizer, name)
-
-    def restored(self, text: str) -> str:
-        """The text as the user wrote it."""
-        return self._escape.restore(text)
-
-    def __call__(self, text: str | list[str], **options: Any) -> _Ids:
-        as_tensors = options.get("return_tensors") == "pt"
-        texts = [text] if isinstance(text, str) else text
-        ids = [self._safe.encode(one, self._escape, options | _AS_LISTS) for one in texts]
-        masks = [[1] * len(one) for one in ids]
-        if as_tensors:
-            return _Ids(input_ids=torch.tensor(ids), attention_mask=torch.tensor(masks))
-        flat = isinstance(text, str)
-        found = {"input_ids": ids, "attention_mask": masks}
-        if options.get("return_token_type_ids"):  # PaliGemma's processor: 0 is what sees itself both ways
-            found["token_type_ids"] = [[0] * len(one) for one in ids]
-        return _Ids({name: lists[0] if flat else lists for name, lists in found.items()})
-
-
-_AS_LISTS = {"return_tensors": None}
-
-
-class _Ids(dict[str, Any]):
-    """What the stand-in tokenizer returns."""
-
-    @property
-    def input_ids(self) -> Any:
-        return self["input_ids"]
-
-    @property
-    def attention_mask(self) -> Any:
-        return self["attention_mask"]
-
-    def char_to_token(self, *_: int) -> int:
-        """Idefics 3 asks where its placeholders lie, to mark token types if it is told to; here it is not."""
-        return 0
-
-
 def _of_one_text(value: Any) -> Any:
     """As a batch of one, where a processor returns the ids, or the mask, of one text alone."""
     return [value] if isinstance(value, list) and value and isinstance(value[0], int) else value
-
-
-class _RestoredText:
-    """Stands in for the tokenizer of a question that an encoder reads: it has no media tokens that one could type."""
-
-    def __init__(self, tokenizer: Any, escape: Escape) -> None:
-        self._tokenizer = tokenizer
-        self._escape = escape
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __call__(self, text: list[str], **options: Any) -> Any:
-        return self._tokenizer([self._escape.restore(one) for one in text], **options)
-
-
-def _with_flat_images(prepare: Any) -> Any:
-    def prepare_flat(images: Any = None, *others: Any, **more: Any) -> Any:
-        return prepare([one for nested in images or () for one in nested] or None, *others, **more)
-
-    return prepare_flat
-
-
-@cache
-def _called_by(call: CallProcessor, processor_class: Any) -> type:
-    def called(self: Any, images: Any = None, text: Any = None, **options: Any) -> Any:
-        given = {name: value for name, value in options.items() if value is not None}
-        pictures = [one for nested in images or () for one in nested]
-        return call(self, partial(processor_class.__call__, self), text, pictures, given)
-
-    return type(processor_class.__name__, (processor_class,), {"__call__": called})
-
-
-@cache
-def _plainly_called(processor_class: Any) -> type:
-    return type(processor_class.__name__, (processor_class,), {"__call__": ProcessorMixin.__call__})

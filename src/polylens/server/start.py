@@ -13,7 +13,7 @@ from polylens.core import SamplingParams
 from polylens.engine.engine import Engine
 from polylens.engine.thread import EngineThread
 from polylens.errors import AdapterError, ModelLoadError, PolylensError, RequestError
-from polylens.models.loading import read_json_object
+from polylens.models.checkpoint_checks import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
