@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from polylens.cli.serve_flags import make_parser
+from polylens.cli.serve_flags import Flag, add_flags, make_parser
 from polylens.cli.serve_options import (
     adapters_named,
     check_at_least,
@@ -73,46 +73,41 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 def deploy_parser() -> argparse.ArgumentParser:
     """The flags of `polylens serve`, and those of the replicas."""
-    from polylens.hosts.ray.deploy import OBJECT_STORE_BYTES
-    from polylens.hosts.ray.settings import ADAPTERS_PER_REPLICA, TARGET_REQUESTS
-
     parser = make_parser()
     parser.prog = "polylens deploy"
     parser.usage = "polylens deploy [MODEL] --replicas N [options]"
     parser.description = "Serve a model and its adapters with several replicas behind one address, under Ray Serve."
-    group = parser.add_argument_group("Replicas")
-    add = group.add_argument
-    add("--replicas", type=int, default=1, metavar="N", help="Engines; the fewest, with --max-replicas. Default: 1.")
-    add("--max-replicas", type=int, metavar="N", help="Add replicas up to so many while requests queue.")
-    add(
-        "--target-requests",
-        type=int,
-        default=TARGET_REQUESTS,
-        metavar="N",
-        help=f"Requests in flight a replica, that --max-replicas aims at. Default: {TARGET_REQUESTS}.",
-    )
-    add("--ingresses", type=int, default=1, metavar="N", help="Processes that receive requests. Default: 1.")
-    add("--cpus-per-replica", type=float, default=1.0, metavar="N", help="CPUs of a replica. Default: 1.")
-    add("--gpus-per-replica", type=float, default=0.0, metavar="N", help="GPUs of a replica. Default: 0.")
-    add(
-        "--adapters-per-replica",
-        type=int,
-        default=ADAPTERS_PER_REPLICA,
-        metavar="N",
-        help=f"Adapters a replica counts as having, the latest ones. Default: {ADAPTERS_PER_REPLICA}.",
-    )
-    add(
-        "--routing",
-        choices=("affinity", "balanced"),
-        default="affinity",
-        help="affinity: where the adapter and the picture are; balanced: to the shortest queue, to compare with.",
-    )
-    add("--address", metavar="HOST:PORT", help="A Ray cluster to run on; auto: this machine's. Not said: start one.")
-    add(
-        "--object-store-bytes",
-        type=int,
-        default=OBJECT_STORE_BYTES,
-        metavar="BYTES",
-        help=f"Shared memory of the Ray that is started. Default: {OBJECT_STORE_BYTES}.",
-    )
+    add_flags(parser.add_argument_group("Replicas"), _replica_flags())
     return parser
+
+
+def _replica_flags() -> tuple[Flag, ...]:
+    from polylens.hosts.ray.deploy import OBJECT_STORE_BYTES
+    from polylens.hosts.ray.settings import ADAPTERS_PER_REPLICA, TARGET_REQUESTS
+
+    return (
+        Flag("replicas", "Engines; the fewest, with --max-replicas.", "N", int, 1),
+        Flag("max-replicas", "Add replicas up to so many while requests queue.", "N", int),
+        Flag(
+            "target-requests", "Requests in flight a replica, that --max-replicas aims at.", "N", int, TARGET_REQUESTS
+        ),
+        Flag("ingresses", "Processes that receive requests.", "N", int, 1),
+        Flag("cpus-per-replica", "CPUs of a replica.", "N", float, 1.0),
+        Flag("gpus-per-replica", "GPUs of a replica.", "N", float, 0.0),
+        Flag(
+            "adapters-per-replica",
+            "Adapters a replica counts as having, the latest ones.",
+            "N",
+            int,
+            ADAPTERS_PER_REPLICA,
+        ),
+        Flag(
+            "routing",
+            "affinity: where the adapter and the picture are; balanced: to the shortest queue, to compare with.",
+            "RULE",
+            default="affinity",
+            choices=("affinity", "balanced"),
+        ),
+        Flag("address", "A Ray cluster to run on; auto: this machine's. Not said: start one.", "HOST:PORT"),
+        Flag("object-store-bytes", "Shared memory of the Ray that is started.", "BYTES", int, OBJECT_STORE_BYTES),
+    )

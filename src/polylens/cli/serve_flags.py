@@ -207,10 +207,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
     for title, flags in GROUPS:
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            group.add_argument(f"--{flag.name}", **_argument(flag))
+        add_flags(parser.add_argument_group(title), flags)
     return parser
+
+
+def add_flags(group: argparse._ArgumentGroup, flags: Sequence[Flag]) -> None:
+    """Let a parser's group take the flags."""
+    for flag in flags:
+        group.add_argument(f"--{flag.name}", **_argument(flag))
 
 
 def _argument(flag: Flag) -> dict[str, Any]:
