@@ -15,6 +15,9 @@ MIB = 1 << 20
 DEFAULT_PAGE_TOKENS = 16
 """Tokens a KV page holds: small pages waste little at a sequence's end and share prefixes finely."""
 
+MAX_QUEUE = 256
+"""Requests that may wait beyond those that run: at a few requests a second already more than anyone waits for."""
+
 MAX_IMAGE_PIXELS = 64 * 1024 * 1024
 """Largest picture decoded (pixels). Far above any processor's input size, far below a decompression bomb."""
 

@@ -103,7 +103,7 @@ class Bench:
             self.store.wait(0.05)
 
     def on_device(self) -> set[str]:
-        return {name for name, _, _, is_there in self.store.overview() if is_there}
+        return {one.name for one in self.store.overview() if one.on_device}
 
     def left_nothing(self) -> bool:
         return self.store.resident_bytes() == 0 and self.store.digests_in_use() == (set(), set())

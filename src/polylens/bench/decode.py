@@ -10,10 +10,11 @@ import torch
 from polylens.bench.sides import Side, alternate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from polylens.bench.result import Result
     from polylens.bench.setting import Setting
+    from polylens.core import ChatRequest
     from polylens.engine.llm import LLM
 
 READ_BYTES = 1 << 28
@@ -62,7 +63,7 @@ def _step(
     )
 
 
-def _request(setting: Setting, context: int, adapter: str | None):  # type: ignore[no-untyped-def]
+def _request(setting: Setting, context: int, adapter: str | None) -> ChatRequest:
     return setting.request(context, adapter, max_tokens=setting.sizes.decode_steps + 4)
 
 
@@ -85,7 +86,7 @@ def read_seconds_per_byte(setting: Setting) -> float:
     return best / READ_BYTES
 
 
-def _read_s(run, device: str) -> float:  # type: ignore[no-untyped-def]
+def _read_s(run: Callable[[], object], device: str) -> float:
     best = float("inf")
     for _ in range(READ_REPEATS):
         start = time.perf_counter()

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from polylens.config import EngineConfig
+from polylens.config import MAX_QUEUE, EngineConfig
 from polylens.errors import RequestError
 from polylens.server.options import (
     DRAIN_S,
     MAX_BODY_BYTES,
     MAX_IMAGES,
-    MAX_QUEUE,
     MAX_VIDEOS,
     MediaPolicy,
 )

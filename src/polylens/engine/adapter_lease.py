@@ -1,14 +1,15 @@
-"""What an adapter store hands out: leases, what becomes of an unloaded adapter, and counts."""
+"""What an adapter store hands out: leases, what becomes of an unloaded adapter, overviews and counts."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from polylens.errors import InternalError
 
 if TYPE_CHECKING:
+    from polylens.adapters.load import LoadReport
     from polylens.core import Adapter
     from polylens.engine.adapter_store import AdapterStore
     from polylens.engine.adapter_tiers import Entry
@@ -58,6 +59,15 @@ class Unloaded:
 
     adapter: Adapter | None
     released: Future[int]
+
+
+class Overview(NamedTuple):
+    """One name: where its adapter comes from, what loading reported (None: not read yet), if it is on the device."""
+
+    name: str
+    source: str
+    report: LoadReport | None
+    on_device: bool
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from polylens.adapters.load import check_adapter_name
-from polylens.engine.adapter_lease import StoreLease, StoreStats, Unloaded
+from polylens.engine.adapter_lease import Overview, StoreLease, StoreStats, Unloaded
 from polylens.engine.adapter_moves import AdapterMoves
 from polylens.engine.adapter_residents import Residents
 from polylens.engine.adapter_tiers import Entry
@@ -177,10 +177,11 @@ class AdapterStore:
         assert entry.report is not None
         return entry.report
 
-    def overview(self) -> list[tuple[str, str, LoadReport | None, bool]]:
-        """Of every name: where it comes from, what loading reported (None: not read yet), if it is on the device."""
+    def overview(self) -> list[Overview]:
+        """What every name is, in the order of loading."""
         with self._lock:
-            return [(entry.name, str(entry.path), entry.report, entry.on_device) for entry in self._entries.values()]
+            entries = self._entries.values()
+            return [Overview(entry.name, str(entry.path), entry.report, entry.on_device) for entry in entries]
 
     def lease(self, name: str | None) -> StoreLease:
         """Hold what `name` now means; None holds the base model. Raises UnknownAdapterError. Never blocks."""

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from polylens.config import MAX_QUEUE
 from polylens.engine.copies import request_copies
 from polylens.engine.handle import RequestHandle, RequestTimes
 from polylens.engine.in_flight import InFlight
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_MAX_QUEUE = 256
-"""Requests that may wait beyond those that run: at a few requests a second already more than anyone waits for."""
-
 DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 """Threads that prepare requests: decoding a picture leaves the interpreter free, the rest of it does not."""
 
@@ -65,7 +63,7 @@ class EngineThread:
         self,
         engine: Engine,
         *,
-        max_queue: int = DEFAULT_MAX_QUEUE,
+        max_queue: int = MAX_QUEUE,
         num_workers: int = DEFAULT_WORKERS,
         adapters: bool = True,
     ) -> None:

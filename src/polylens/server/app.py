@@ -24,8 +24,6 @@ from polylens.server.openapi import describe_api
 if TYPE_CHECKING:
     from polylens.server.service import Service
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"

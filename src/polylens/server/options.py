@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polylens.config import MAX_QUEUE as MAX_QUEUE
 from polylens.config import MIB
 
 MAX_BODY_BYTES = 64 * MIB
@@ -21,9 +22,6 @@ BODY_TIMEOUT_S = 120.0
 MAX_IMAGES = 32
 MAX_VIDEOS = 4
 """Pictures and videos of one request unless `--limit-mm-per-prompt` says otherwise."""
-
-MAX_QUEUE = 256
-"""Requests that may wait beyond those that run: at a few requests a second already more than anyone waits for."""
 
 MAX_CHOICES = 128
 """OpenAI's own bound of `n`."""

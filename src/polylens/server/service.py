@@ -28,7 +28,7 @@ from polylens.server.schema import Body, ChatBody, CompletionBody, LoadBody, Tok
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from polylens.adapters.load import LoadReport
+    from polylens.engine.adapter_lease import Overview
     from polylens.engine.thread import EngineThread
     from polylens.models.processing import Processing
     from polylens.server.options import ServerOptions
@@ -97,7 +97,7 @@ class Service:
         raise HTTPError(404, f"the model {name[:200]!r} does not exist", code="model_not_found", param="model")
 
     def _cards(self) -> list[dict[str, Any]]:
-        adapters = {name: source for name, source, _, _ in self._registry.overview()}
+        adapters = {one.name: one.source for one in self._registry.overview()}
         return model_cards(self.options, self._loaded.source, self.thread.max_model_len, adapters, self._started)
 
     async def tokenize(self, request: Request) -> Response:
@@ -190,7 +190,7 @@ class Service:
         """GET /stats: what the page shows of queue, caches and adapters."""
         stats = self.thread.stats
         # Those in memory first: there may be thousands that nobody has asked for.
-        overview = sorted(self._registry.overview(), key=lambda one: (not one[3], one[2] is None))
+        overview = sorted(self._registry.overview(), key=lambda one: (not one.on_device, one.report is None))
         return JSONResponse(
             {
                 "model": self.options.model_names[0],
@@ -207,7 +207,7 @@ class Service:
                 "vision_misses": stats.vision_misses_total,
                 "preemptions": stats.num_preemptions_total,
                 "registered": len(overview),
-                "adapters": [_adapter_card(*one) for one in overview[:MAX_ADAPTERS_SHOWN]],
+                "adapters": [_adapter_card(one) for one in overview[:MAX_ADAPTERS_SHOWN]],
             }
         )
 
@@ -219,8 +219,8 @@ class Service:
         return await off_loop_if_large(lambda raw: parse_body(kind, raw), raw)
 
 
-def _adapter_card(name: str, _source: str, report: LoadReport | None, on_device: bool) -> dict[str, Any]:
-    card: dict[str, Any] = {"name": name, "on_device": on_device, "bytes": None, "components": []}
-    if report is not None:
-        card |= {"bytes": report.num_bytes, "components": [str(part) for part in report.components]}
+def _adapter_card(one: Overview) -> dict[str, Any]:
+    card: dict[str, Any] = {"name": one.name, "on_device": one.on_device, "bytes": None, "components": []}
+    if one.report is not None:
+        card |= {"bytes": one.report.num_bytes, "components": [str(part) for part in one.report.components]}
     return card
