@@ -282,6 +282,10 @@ def test_the_weight_of_a_tied_head(tmp_path: Path) -> None:
         saved, _ = load(tmp_path / f"saved {name}", other, tied, modules_to_save=[name.rpartition(".")[2]])
         assert list(saved.deltas) == ["lm_head" if name == "lm_head" else EMBEDDING]
         assert load(tmp_path / f"untied {name}", {f"{EMBEDDING}.weight": shared + 1}, layers)[1].num_tensors == 1
+    outlined = dataclasses.replace(tied, parameters=dict.fromkeys(tied.parameters, shared.to("meta")))
+    _, report = load(tmp_path / "outline", {"lm_head.weight": shared, **factors(TOWER)}, outlined)
+    assert report.num_copies == 1
+    assert "is not seen without the model's weights" in report.warnings[0]
 
 
 def test_trained_tokens(tmp_path: Path) -> None:

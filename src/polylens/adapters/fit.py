@@ -173,13 +173,12 @@ class _Fitting:
         fit = self._fits.get(spec.name, LayerFit.empty(spec, part.module))
         if role in fit.values:
             self._problems.append(f"{part.name}: the {role} of {spec.name} is in the file under another name as well")
-        elif self._is_base_models(part, spec, role):
+        elif is_copy(part.value, own := self._layers.parameters[parameter_name(spec, role)]):
+            # PEFT saves the head's and the embeddings' own weights beside their factors, and with bias="all" the
+            # biases of layers that were not trained.
             self._num_copies += 1
         elif self._may_be_of_either(part, spec, role):
-            self._problems.append(
-                f"{part.name} is not the model's own and not in modules_to_save; as head and embedding are tied, "
-                "which of them it is for cannot be told"
-            )
+            self._check_untrained(part, own)
         else:
             values = {**fit.values, role: part.value}
             self._fits[spec.name] = replace(fit, values=values, num_tensors=fit.num_tensors + 1)
@@ -195,23 +194,24 @@ class _Fitting:
         of_tokens = f": the adapter is for {shape[0]} tokens, the model has {expected[0]}" if is_of_tokens(spec) else ""
         return f"{part.name} has shape {shape}, the model's layer {expected}{of_tokens}"
 
-    def _is_base_models(self, part: WholeTensor, spec: LayerSpec, role: str) -> bool:
-        """Whether the value is the base model's own.
-
-        PEFT saves the head's and the embeddings' own weights beside their factors, and with bias="all" the biases of
-        layers that were not trained.
-        """
-        own = self._layers.parameters[parameter_name(spec, role)]
-        if is_copy(part.value, own):
-            return True
-        rounded_too = self._may_be_of_either(part, spec, role)
-        return rounded_too and is_copy(own.to(part.value.dtype).cpu(), part.value)
-
     def _may_be_of_either(self, part: WholeTensor, spec: LayerSpec, role: str) -> bool:
         """Whether it may be for the embedding as well as for the head, which have one weight in the model."""
         same_shape = tuple(part.value.shape) == expected_shape(spec, role, self._layers)
         tied = role == "weight" and spec.name in tied_layers(self._layers)
         return same_shape and tied and not self._is_saved(part.module)
+
+    def _check_untrained(self, part: WholeTensor, own: torch.Tensor) -> None:
+        """A weight of tied layers that the config does not say to be trained must be the model's own."""
+        if own.is_meta:
+            self._warnings.append(f"{part.name} must be the model's own, which is not seen without the model's weights")
+            self._num_copies += 1
+        elif is_copy(own.to(part.value.dtype).cpu(), part.value):
+            self._num_copies += 1  # rounded when it was saved
+        else:
+            self._problems.append(
+                f"{part.name} is not the model's own and not in modules_to_save; as head and embedding are tied, "
+                "which of them it is for cannot be told"
+            )
 
     def _has_more_tokens(self, spec: LayerSpec, role: str, value: torch.Tensor, expected: tuple[int, ...]) -> bool:
         """Whether it is an embedding or a head of the model's tokens and of further ones, and those can be served."""

@@ -56,17 +56,17 @@ FAMILIES: Mapping[str, FamilyNotes] = {
     "cohere_compass": FamilyNotes(),
     "cosmos3_edge": FamilyNotes(),
     "cosmos3_omni": FamilyNotes(),
-    "emu3": FamilyNotes(encode=emu3.encode, not_adaptable=chameleon.NOT_ADAPTABLE),
-    "ernie4_5_vl_moe": FamilyNotes(
-        text_arguments=ernie4_5_vl_moe.text_arguments,
-        prepare_text=ernie4_5_vl_moe.route_by_kind,
-    ),
     "deepseek_ocr2": FamilyNotes(
         # the model's plain form: no roles, a picture on a line of its own
         processor=ProcessorNotes(chat_template=plain_template("DeepSeek-OCR 2", "<image>\\n")),
     ),
     "deepseek_vl": FamilyNotes(),
     "deepseek_vl_hybrid": FamilyNotes(),
+    "emu3": FamilyNotes(encode=emu3.encode, not_adaptable=chameleon.NOT_ADAPTABLE),
+    "ernie4_5_vl_moe": FamilyNotes(
+        text_arguments=ernie4_5_vl_moe.text_arguments,
+        prepare_text=ernie4_5_vl_moe.route_by_kind,
+    ),
     "evolla": FamilyNotes(refused="its processor takes proteins, no pictures"),
     "exaone4_5": FamilyNotes(),
     "fast_vlm": FamilyNotes(),
@@ -210,19 +210,19 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         processor=ProcessorNotes(chat_template=plain_template("PaliGemma", "<image>")),
     ),
     "perception_lm": FamilyNotes(collate=perception_lm.concat_tiles, encode=perception_lm.encode),
-    "pp_chart2table": FamilyNotes(processor=ProcessorNotes(written_out=True)),
-    "qianfan_ocr": FamilyNotes(processor=ProcessorNotes(dropped_inputs=("num_patches",))),
-    "qwen2_5_omni_thinker": FamilyNotes(),
     "pix2struct": FamilyNotes(
         processor=ProcessorNotes(
             chat_template=plain_template("Pix2Struct", ""), one_picture=True, call=captioning.pix2struct
         )
     ),
+    "pp_chart2table": FamilyNotes(processor=ProcessorNotes(written_out=True)),
     "pp_formulanet": FamilyNotes(
         processor=ProcessorNotes(
             chat_template=plain_template("PP-FormulaNet", ""), one_picture=True, call=captioning.formula
         )
     ),
+    "qianfan_ocr": FamilyNotes(processor=ProcessorNotes(dropped_inputs=("num_patches",))),
+    "qwen2_5_omni_thinker": FamilyNotes(),
     "qwen2_5_vl": FamilyNotes(),
     "qwen2_vl": FamilyNotes(),
     "qwen3_5": FamilyNotes(),
@@ -239,10 +239,10 @@ FAMILIES: Mapping[str, FamilyNotes] = {
         matmul_parameters=("mm_input_projection_weight",),
         processor=ProcessorNotes(chat_template=plain_template("T5Gemma 2", "<start_of_image>")),
     ),
+    "udop": FamilyNotes(refused="its processor needs the words of the document and their places, which OCR must read"),
     "unlimited_ocr": FamilyNotes(
         encode=unlimited_ocr.encode, processor=ProcessorNotes(listed_inputs=unlimited_ocr.LISTS)
     ),
-    "udop": FamilyNotes(refused="its processor needs the words of the document and their places, which OCR must read"),
     "video_llama_3": FamilyNotes(encode=video_llama_3.encode),
     "video_llava": FamilyNotes(collate=frames.concat_frames),
     "vipllava": FamilyNotes(),
