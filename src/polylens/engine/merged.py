@@ -32,7 +32,7 @@ from polylens.engine.adapter_files import AdapterFiles
 from polylens.engine.llm import LLM
 from polylens.errors import AdapterMismatchError
 from polylens.models.loading import load_model
-from polylens.models.parts import module_path
+from polylens.models.parts import module_path, token_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -111,7 +111,7 @@ def merge_with_peft(loaded: LoadedModel, path: str | Path) -> None:
 
 def _untie_head(loaded: LoadedModel, changed_modules: Collection[str]) -> None:
     """Give a head that shares its weight with the embeddings its own, if the adapter changes either."""
-    head, embeddings = loaded.head, loaded.model.get_input_embeddings()
+    head, embeddings = loaded.head, token_embedding(loaded.model)
     assert isinstance(head.weight, torch.nn.Parameter)
     changed = {loaded.head_name, module_path(loaded.model, embeddings)} & set(changed_modules)
     if changed and head.weight is embeddings.weight:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
 
 from polylens.config import EngineConfig
@@ -29,7 +28,7 @@ from polylens.models.families import TwoWay
 from polylens.models.generation import generation_steps
 from polylens.models.loading import prepare_model
 from polylens.models.probe import exact_float32
-from polylens.models.probe_model import architecture, processor_settings
+from polylens.models.probe_model import model_facts
 from polylens.models.processing import Processing
 from polylens.models.stand_in import stand_in
 
@@ -114,11 +113,8 @@ def prove(loaded: LoadedModel, *, cache_dir: Path | None = None) -> Proof:
 def _facts(loaded: LoadedModel) -> Mapping[str, Any]:
     """What a result depends on, besides the proof itself."""
     return {
-        "config": architecture(loaded.config.to_dict()),
-        "class": type(loaded.model).__qualname__,
-        "transformers": transformers.__version__,
+        **model_facts(loaded),
         "device": loaded.device.type,
-        "processors": {name: processor_settings(loaded, name) for name in ("image_processor", "video_processor")},
         "template": loaded.processing.template,
         "notes": {field.name: _described(getattr(loaded.notes, field.name)) for field in fields(loaded.notes)},
     }

@@ -67,15 +67,13 @@ class Sequence:
     lies in page `page_table[t // page_tokens]`. The newest token is computed in the next step, which gives
     the logits of the token after it; so a running sequence that decodes has one token left to compute.
 
-    media: sorted by start, not overlapping. bidirectional_spans: sorted (start, stop) runs of prompt
-    positions that see each other and so must be computed in one chunk; span_holes: runs within them that do not.
-    positions, position_delta: the
-    prompt's position ids as the model border makes them, and what is added to the index of a generated token
-    to get its position. cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    cache_salt: part of the keys under which the prefix cache keeps its pages.
-    keeps_prompt: whether tokens that are generated see otherwise than those of a prompt (`Reach.keeps_prompt`).
-    generator: this request's own source of random draws (None while greedy). logit_rules: what it does to its
-    logits (None: nothing).
+    media: sorted by start, not overlapping. bidirectional_spans: sorted (start, stop) runs of prompt positions that
+    see each other and so must be computed in one chunk; span_holes: runs within them that do not. positions,
+    position_delta: the prompt's position ids as the model border makes them, and what is added to the index of a
+    generated token to get its position. cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    cache_salt: part of the keys under which the prefix cache keeps its pages. keeps_prompt: whether tokens that are
+    generated see otherwise than those of a prompt (`Reach.keeps_prompt`). generator: this request's own source of
+    random draws (None while greedy). logit_rules: what it does to its logits (None: nothing).
     """
 
     request_id: str

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from polylens.errors import PolylensError
+from polylens.errors import InternalError, PolylensError
 from polylens.models.encoder import encode
 from polylens.models.features import ItemFeatures
 from polylens.models.prepared import ProcessedItem, pixel_tensors
@@ -98,9 +98,13 @@ class VisionCache:
         self.num_bytes = 0
 
     def check_integrity(self) -> None:
-        assert self.num_bytes == sum(entry.num_bytes for entry in self._entries.values())
-        assert self.num_bytes <= self.max_bytes
-        assert self._digests.keys() == self._entries.keys()
+        """Raise InternalError unless the counts are those of the entries, within the budget."""
+        actual = sum(entry.num_bytes for entry in self._entries.values())
+        if self.num_bytes != actual or actual > self.max_bytes or self._digests.keys() != self._entries.keys():
+            raise InternalError(
+                f"vision cache: {len(self._entries)} entries of {actual} bytes, {self.num_bytes} counted of "
+                f"{self.max_bytes}, {len(self._digests)} digests"
+            )
 
 
 class VisionStage:

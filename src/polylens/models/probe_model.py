@@ -74,19 +74,23 @@ def _never_called(loaded: LoadedModel) -> tuple[str, ...]:
 def _facts(loaded: LoadedModel, max_parameters: int) -> Mapping[str, Any]:
     """What a result depends on, besides the probe itself."""
     tower: Any = picture_encoder(loaded.model)
+    attention = tower.config._attn_implementation
+    more = {"attention": attention, "dtype": str(loaded.dtype), "max_parameters": max_parameters}
+    return {**model_facts(loaded), **more}
+
+
+def model_facts(loaded: LoadedModel) -> dict[str, Any]:
+    """What a model computes of pictures and text, apart from its weights, as JSON values."""
     return {
         "config": architecture(loaded.config.to_dict()),
         "class": type(loaded.model).__qualname__,
         "transformers": transformers.__version__,
-        "attention": tower.config._attn_implementation,
-        "dtype": str(loaded.dtype),
-        "processors": {name: processor_settings(loaded, name) for name in ("image_processor", "video_processor")},
-        "max_parameters": max_parameters,
+        "processors": {name: _settings(loaded, name) for name in ("image_processor", "video_processor")},
     }
 
 
-def processor_settings(loaded: LoadedModel, name: str) -> dict[str, Any] | None:
-    """The settings of one part of the processor, as it saves them."""
+def _settings(loaded: LoadedModel, name: str) -> dict[str, Any] | None:
+    """Of one part of the processor, as it saves them."""
     processor = getattr(loaded.processing.processor, name, None)
     return None if processor is None else processor.to_dict()
 
