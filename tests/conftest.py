@@ -15,7 +15,7 @@ import torch
 torch.set_num_threads(1)
 
 from tests.distribution import Groups  # noqa: E402
-from tests.families.fixtures import checkpoint, own_cache_folder  # noqa: E402, F401
+from tests.families.fixtures import checkpoint, loaded_of, own_cache_folder  # noqa: E402, F401
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -27,18 +27,6 @@ PROVEN = ("gemma3", "internvl", "llava", "paligemma", "qwen2_5_vl", "qwen3_5", "
 """One for each kind of mask, position, layer and feature."""
 
 
-@pytest.fixture(scope="module")
-def loaded_of(checkpoint: CheckpointOf) -> LoadedOf:
-    models: dict[str, LoadedModel] = {}
-
-    def load(family: str) -> LoadedModel:
-        if family not in models:
-            models[family] = load_model(checkpoint(family), EngineConfig())
-        return models[family]
-
-    return load
-
-
 @pytest.fixture
 def gemma3(checkpoint: CheckpointOf, tmp_path: Path) -> Bench:
     return Bench("gemma3", checkpoint("gemma3"), tmp_path)

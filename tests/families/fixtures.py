@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from polylens.config import EngineConfig
 from polylens.disk_cache import CACHE_VARIABLE, DiskCache
 from polylens.lora.cost import CALIBRATION_VERSION, Calibration, machine_facts
+from polylens.models.loading import LoadedModel, load_model
 from tests.families.build import build_checkpoint
 
 
@@ -34,11 +37,10 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`checkpoint(family)`: folder of the family's float32 checkpoint (built on first use, about 0.1 s)."""
-    built: dict[str, Path] = {}
+    return functools.cache(lambda family: build_checkpoint(family, tmp_path_factory.mktemp(family)))
 
-    def folder_of(family: str) -> Path:
-        if family not in built:
-            built[family] = build_checkpoint(family, tmp_path_factory.mktemp(family))
-        return built[family]
 
-    return folder_of
+@pytest.fixture(scope="module")
+def loaded_of(checkpoint: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
+    """`loaded_of(family)`: the family's checkpoint, loaded."""
+    return functools.cache(lambda family: load_model(checkpoint(family), EngineConfig()))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polylens.config import EngineConfig
-from polylens.models.loading import load_model
 from polylens.models.probe_copy import copy_for_probe
 from polylens.models.probe_model import find_row_rules
-from tests.models.test_probe_model import deepened
+from tests.models.test_probe_model import LoadedOf, deepened
 
 CUTS = [
     ("qwen2_vl", 9, {}, (0, 8)),
@@ -39,9 +36,13 @@ IN_CI = (CUTS[1], CUTS[3], CUTS[5], CUTS[7], CUTS[-1])
 
 @pytest.mark.parametrize(("family", "num_blocks", "settings", "kept"), CUTS)
 def test_a_cut_copy_has_the_blocks_that_differ(
-    family: str, num_blocks: int, settings: dict[str, Any], kept: tuple[int, ...], checkpoint: Callable[[str], Path]
+    family: str,
+    num_blocks: int,
+    settings: dict[str, Any],
+    kept: tuple[int, ...],
+    loaded_of: LoadedOf,
 ) -> None:
-    big = deepened(load_model(checkpoint(family), EngineConfig()), num_blocks, **settings)
+    big = deepened(loaded_of(family), num_blocks, **settings)
     assert copy_for_probe(big.model, big.layers, max_parameters=0).kept == kept
 
 
@@ -50,9 +51,9 @@ def test_a_cut_copy_has_the_blocks_that_differ(
     [pytest.param(*cut[:3], marks=() if cut in IN_CI else pytest.mark.full) for cut in CUTS],
 )
 def test_a_cut_copy_gives_the_rules_of_the_whole(
-    family: str, num_blocks: int, settings: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
+    family: str, num_blocks: int, settings: dict[str, Any], loaded_of: LoadedOf, tmp_path: Path
 ) -> None:
-    big = deepened(load_model(checkpoint(family), EngineConfig()), num_blocks, **settings)
+    big = deepened(loaded_of(family), num_blocks, **settings)
     cut = find_row_rules(big, cache_dir=tmp_path / "cut", max_parameters=0)
     assert cut.rules == find_row_rules(big, cache_dir=tmp_path / "whole").rules
     assert cut.mixed

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from polylens.config import EngineConfig
 from polylens.core import Component, LayerKind
 from polylens.disk_cache import default_cache_dir
 from polylens.models import probe_model
 from polylens.models.encoder import encode
-from polylens.models.loading import LoadedModel, load_model, prepare_model
+from polylens.models.loading import LoadedModel, prepare_model
 from polylens.models.probe import ProbeResult, probe_row_rules
 from polylens.models.probe_cache import ProbeCache
 from polylens.models.probe_copy import copy_for_probe, encoder_layers, probe_layers, rule_of_block
@@ -24,21 +23,6 @@ from polylens.models.probe_items import synthetic_items
 from polylens.models.probe_model import find_row_rules
 from polylens.models.row_rules import ItemSize, RowRule
 from tests.families.build import FAMILIES, VIDEO_FAMILIES
-
-CheckpointOf = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def loaded_of(checkpoint: CheckpointOf) -> Callable[[str], LoadedModel]:
-    models: dict[str, LoadedModel] = {}
-
-    def load(family: str) -> LoadedModel:
-        if family not in models:
-            models[family] = load_model(checkpoint(family), EngineConfig())
-        return models[family]
-
-    return load
-
 
 LoadedOf = Callable[[str], LoadedModel]
 

@@ -167,6 +167,18 @@ def _as_patches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[to
     return x.reshape(x.shape[0], y[0, 0].numel(), -1), y.flatten(2).transpose(1, 2)
 
 
+def _with_changed_rows(layer: ProbeLayer, x: torch.Tensor, y: torch.Tensor, change: Change) -> torch.Tensor:
+    return change(layer.name, x, y)
+
+
+def _with_changed_patches(layer: ProbeLayer, x: torch.Tensor, y: torch.Tensor, change: Change) -> torch.Tensor:
+    x_npi, y_npo = _as_patches(layer.module, x, y)
+    if is_strip(layer.weight.shape[2:], x.shape):  # its patches are the rows
+        y_pno = change(layer.name, x_npi.transpose(0, 1), y_npo.transpose(0, 1))
+        return y_pno.permute(1, 2, 0).reshape(y.shape)
+    return change(layer.name, x_npi, y_npo).transpose(1, 2).reshape(y.shape)
+
+
 @contextmanager
 def _hooked(layer: ProbeLayer, change: Change) -> Iterator[None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
@@ -177,15 +189,8 @@ def _hooked(layer: ProbeLayer, change: Change) -> Iterator[None]:
             x = others[0] if others else x
             if not _is_row_norm(layer, x, y):
                 return given  # as if it were never called: it counts as out of reach
-        if layer.spec.kind is LayerKind.CONV:
-            x_npi, y_npo = _as_patches(layer.module, x, y)
-            if is_strip(layer.weight.shape[2:], x.shape):  # its patches are the rows
-                y_pno = change(layer.name, x_npi.transpose(0, 1), y_npo.transpose(0, 1))
-                y = y_pno.permute(1, 2, 0).reshape(y.shape)
-            else:
-                y = change(layer.name, x_npi, y_npo).transpose(1, 2).reshape(y.shape)
-        else:
-            y = change(layer.name, x, y)
+        changed = _with_changed_patches if layer.spec.kind is LayerKind.CONV else _with_changed_rows
+        y = changed(layer, x, y, change)
         return (y, *others) if isinstance(given, tuple) else y
 
     handle = layer.module.register_forward_hook(hook, with_kwargs=True)
