@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polylens.adapters.names import Found
-from polylens.core import BARE_KINDS, LayerKind
+from polylens.core import LayerKind
 
 if TYPE_CHECKING:
     from polylens.adapters.names import LayerNames
@@ -15,14 +15,9 @@ if TYPE_CHECKING:
     from polylens.core import LayerSpec, ModelLayers
 
 
-def parameter_name(spec: LayerSpec, role: str) -> str:
-    """The name of a layer's weight or bias in the model's state."""
-    return spec.name if spec.kind in BARE_KINDS else f"{spec.name}.{role}"
-
-
 def expected_shape(spec: LayerSpec, role: str, layers: ModelLayers) -> tuple[int, ...] | None:
     """The shape of the base layer's own parameter; None if it has none."""
-    own = layers.parameters.get(parameter_name(spec, role))
+    own = layers.parameters.get(spec.state_name(role))
     return None if own is None else tuple(own.shape)
 
 
@@ -52,13 +47,11 @@ def tied_heads(spec: LayerSpec, layers: ModelLayers) -> tuple[str, ...]:
     """Linear layers whose weight is the embedding's own: PEFT trains their rows together."""
     # Parameters that are read from files when they are looked up have an outline, whose objects tell them apart.
     parameters = getattr(layers.parameters, "outline", layers.parameters)
-    weight = parameters.get(parameter_name(spec, "weight"))
+    weight = parameters.get(spec.state_name())
     return tuple(
         name
         for name, other in layers.specs.items()
-        if weight is not None
-        and other.kind is LayerKind.LINEAR
-        and parameters.get(parameter_name(other, "weight")) is weight
+        if weight is not None and other.kind is LayerKind.LINEAR and parameters.get(other.state_name()) is weight
     )
 
 

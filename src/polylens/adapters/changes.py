@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.adapters.base_parameters import parameter_name
 from polylens.core import EXPERT_KINDS, Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError
 
@@ -53,7 +52,7 @@ def _shift(fit: LayerFit, scale_o: torch.Tensor | None, layers: ModelLayers) -> 
 
     y_base holds the base bias, which DoRA does not scale: it is taken out and the new one put in.
     """
-    bias = layers.parameters.get(parameter_name(fit.spec, "bias"))
+    bias = layers.parameters.get(fit.spec.state_name("bias"))
     old_o = None if bias is None else bias.float().cpu()
     new_o = fit.values["bias"].float() if "bias" in fit.values else old_o
     if fit.lora_bias is not None:
@@ -71,7 +70,7 @@ def _replaced_and_factored(fit: LayerFit, layers: ModelLayers, dtype: torch.dtyp
     value = fit.values["weight"]
     bare = replace(fit, values={role: x for role, x in fit.values.items() if role != "weight"})
     weight = _merged(fit, value)
-    bias = layers.parameters.get(parameter_name(fit.spec, "bias"))
+    bias = layers.parameters.get(fit.spec.state_name("bias"))
     new_bias = bare.values.get("bias", None if bias is None else bias.cpu())
     if fit.magnitude is not None:
         weight = weight * dora_scale(fit, value)[:, None]
@@ -95,7 +94,7 @@ def _merged(fit: LayerFit, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _base(spec: LayerSpec, role: str, layers: ModelLayers) -> torch.Tensor:
-    value = layers.parameters.get(parameter_name(spec, role))
+    value = layers.parameters.get(spec.state_name(role))
     if value is None or value.is_meta:
         raise InternalError(f"the {role} of {spec.name} is not at hand")
     return value

@@ -52,7 +52,7 @@ def fit_experts(pair: FactorPair, specs: Sequence[LayerSpec], options: LoraOptio
     for spec in specs:
         if spec.kind is LayerKind.EXPERTS_IN_FIRST and spec.in_features == spec.out_features:
             return None, f"{pair.module}: which side of {spec.name} is which cannot be told, as both are equal"
-        rank = options.rank_of(trained_name := f"{pair.module}.{_parameter(spec)}")
+        rank = options.rank_of(trained_name := f"{pair.module}.{spec.parameter}")
         turned = _turned(pair, spec)
         if turned is None:
             continue
@@ -128,7 +128,7 @@ def _member(pair: FactorPair, lookup: Lookup) -> tuple[LayerSpec, _Member] | Non
     parameter, part = _LEAVES[match["leaf"]]
     # transformers' renaming tables may turn the path of one expert's layer into that of the whole parameter.
     specs = lookup(match["owner"]) or lookup(pair.module)
-    spec = next((spec for spec in specs if _parameter(spec) == parameter), None)
+    spec = next((spec for spec in specs if spec.parameter == parameter), None)
     return None if spec is None else (spec, _Member(pair, int(match["index"]), part))
 
 
@@ -140,7 +140,7 @@ def _problem(member: _Member, spec: LayerSpec, options: LoraOptions) -> str | No
         return f"{pair.module}: the model has experts 0 to {spec.num_experts - 1}"
     if not pair.has_rank(rank):
         return f"{pair.module}: rank {pair.told_rank} in the file, {rank} in adapter_config.json"
-    expected = (spec.in_features, spec.out_features // _PARTS[_parameter(spec)])
+    expected = (spec.in_features, spec.out_features // _PARTS[spec.parameter])
     if (pair.a.shape[1], pair.b.shape[0]) != expected:
         return (
             f"{pair.module}: the file's factors are for {pair.a.shape[1]} inputs and {pair.b.shape[0]} outputs, "
@@ -151,7 +151,7 @@ def _problem(member: _Member, spec: LayerSpec, options: LoraOptions) -> str | No
 
 def _joined(members: Sequence[_Member], spec: LayerSpec, options: LoraOptions) -> LayerFit:
     """A stacked over the parts, B block-diagonal, the scaling in A; zeros where an expert has no factors."""
-    num_parts = _PARTS[_parameter(spec)]
+    num_parts = _PARTS[spec.parameter]
     ranks = [max((m.pair.rank for m in members if m.part == part), default=0) for part in range(num_parts)]
     size = spec.out_features // num_parts
     a_eri = torch.zeros(spec.num_experts, sum(ranks), spec.in_features)
@@ -167,7 +167,3 @@ def _joined(members: Sequence[_Member], spec: LayerSpec, options: LoraOptions) -
 
 def _has_more_than_factors(pair: FactorPair) -> bool:
     return pair.embedding or pair.a.dim() != 2 or pair.magnitude is not None or pair.bias is not None
-
-
-def _parameter(spec: LayerSpec) -> str:
-    return spec.name.rpartition(".")[2]

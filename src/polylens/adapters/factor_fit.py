@@ -69,7 +69,7 @@ def _turned(pair: FactorPair, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tens
 def _trained_name(pair: FactorPair, spec: LayerSpec, options: LoraOptions) -> str:
     """What PEFT matches patterns against: of a bare parameter its own path, not that of the module that owns it."""
     if spec.kind is LayerKind.MATMUL:
-        return f"{pair.module}.{spec.name.rpartition('.')[2]}"
+        return f"{pair.module}.{spec.parameter}"
     as_parameter = f"{pair.module}.weight"
     if spec.kind is LayerKind.ROUTER and is_targeted(options.target_parameters, as_parameter):
         return as_parameter

@@ -13,7 +13,6 @@ from polylens.adapters.base_parameters import (
     is_of_tokens,
     is_own_parameter,
     num_tokens,
-    parameter_name,
     tied_heads,
     tied_layers,
 )
@@ -122,7 +121,7 @@ class _Fitting:
         """The layer of a module path; None, and why is noted, where there is none. parameter: which of the experts'."""
         found = self._names.find(module)
         if isinstance(found, Found):
-            named = [spec for spec in found.parameters if spec.name.endswith(f".{parameter}")]
+            named = [spec for spec in found.parameters if spec.parameter == parameter]
             return named[0] if named else found.spec
         if found.module_type is not None:
             self._unsupported.append(Refusal(option, found.reason))
@@ -173,7 +172,7 @@ class _Fitting:
         fit = self._fits.get(spec.name, LayerFit.empty(spec, part.module))
         if role in fit.values:
             self._problems.append(f"{part.name}: the {role} of {spec.name} is in the file under another name as well")
-        elif is_copy(part.value, own := self._layers.parameters[parameter_name(spec, role)]):
+        elif is_copy(part.value, own := self._layers.parameters[spec.state_name(role)]):
             # PEFT saves the head's and the embeddings' own weights beside their factors, and with bias="all" the
             # biases of layers that were not trained.
             self._num_copies += 1
@@ -185,7 +184,7 @@ class _Fitting:
 
     def _parameter_problem(self, part: WholeTensor, spec: LayerSpec, role: str) -> str | None:
         expected, shape = expected_shape(spec, role, self._layers), tuple(part.value.shape)
-        if spec.kind in BARE_KINDS and part.parameter != spec.name.rpartition(".")[2]:
+        if spec.kind in BARE_KINDS and part.parameter != spec.parameter:
             return f"{part.name}: {part.module} has no such parameter that polylens can replace"
         if expected is None:
             return f"{part.name}: the model's layer {spec.name} has no {part.parameter}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.core import BARE_KINDS, Delta, LayerKind, Replacement, ScaledDelta, TokenRows
+from polylens.core import Delta, LayerKind, Replacement, ScaledDelta, TokenRows
 from polylens.errors import InternalError
 
 if TYPE_CHECKING:
@@ -49,11 +49,6 @@ def merged_bias(bias: torch.Tensor | None, delta: ScaledDelta) -> torch.Tensor |
     return merged.to(bias.dtype)
 
 
-def weight_key(layer: str, kind: LayerKind) -> str:
-    """The name of a layer's weight in a state dict."""
-    return layer if kind in BARE_KINDS else f"{layer}.weight"
-
-
 def merged_parameters(
     change: Change, kind: LayerKind, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
@@ -75,8 +70,8 @@ def merge_into(state: MutableMapping[str, torch.Tensor], deltas: Iterable[Change
     shares one tensor with them: load the result into a model whose head is untied.
     """
     for change in deltas:
-        kind = layers.specs[change.layer].kind
-        key, bias_key = weight_key(change.layer, kind), f"{change.layer}.bias"
-        merged = merged_parameters(change, kind, state[key], state.get(bias_key))
+        spec = layers.specs[change.layer]
+        key, bias_key = spec.state_name(), f"{spec.name}.bias"
+        merged = merged_parameters(change, spec.kind, state[key], state.get(bias_key))
         for role, tensor in merged.items():
             state[key if role == "weight" else bias_key] = tensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind
+from polylens.core import EXPERT_KINDS, Component, LayerKind
 
 if TYPE_CHECKING:
     from polylens.core import LayerSpec, ModelLayers
@@ -57,8 +57,7 @@ class LayerNames:
         self._targets: dict[str, list[LayerSpec]] = {}
         for spec in layers.specs.values():
             # PEFT names a bare parameter's factors after the module that owns it (`target_parameters`).
-            path = spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name
-            self._targets.setdefault(path, []).append(spec)
+            self._targets.setdefault(spec.module, []).append(spec)
             if spec.kind in _OWNED:
                 self._targets.setdefault(spec.name, []).append(spec)
 

@@ -73,6 +73,20 @@ class LayerSpec:
     out_features: int
     num_experts: int = 1
 
+    @property
+    def module(self) -> str:
+        """Path of the module that has the weight: the layer itself, or what owns a layer that is a parameter."""
+        return self.name.rpartition(".")[0] if self.kind in BARE_KINDS else self.name
+
+    @property
+    def parameter(self) -> str:
+        """The weight's name in its module."""
+        return self.name.rpartition(".")[2] if self.kind in BARE_KINDS else "weight"
+
+    def state_name(self, role: str = "weight") -> str:
+        """The name of its weight or bias in the model's state."""
+        return self.name if self.kind in BARE_KINDS else f"{self.name}.{role}"
+
 
 @dataclass(frozen=True)
 class ModelLayers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polylens.core import BARE_KINDS, LayerKind
+from polylens.core import LayerKind
 from polylens.models.families.llama4 import are_experts
 from polylens.models.last_layer import all_rows
 
@@ -77,7 +77,7 @@ def _record(
         return hook
 
     handles = [
-        llm.loaded.model.get_submodule(_module_of(specs[layer])).register_forward_hook(hook_for(layer))
+        llm.loaded.model.get_submodule(specs[layer].module).register_forward_hook(hook_for(layer))
         for layer in layers
         # Of heads, which vectors are whose differs by family; a shared parameter has no outputs of its own.
         if specs[layer].kind not in (LayerKind.HEAD_NORM, LayerKind.SHARED)
@@ -102,8 +102,3 @@ def _rows(output: torch.Tensor, spec: LayerSpec, *, dense: bool) -> torch.Tensor
         return output.reshape(-1, output.shape[-1])
     is_strip = output.dim() == 4 and output.shape[0] == 1 and output.shape[2] == 1
     return (output.permute(3, 1, 2, 0) if is_strip else output).flatten(1)
-
-
-def _module_of(spec: LayerSpec) -> str:
-    """The module whose output is the layer's: for a bare parameter, the module that multiplies with it."""
-    return spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name

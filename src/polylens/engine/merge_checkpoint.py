@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from polylens.adapters.load import load_adapter
-from polylens.adapters.merge import merged_parameters, weight_key
+from polylens.adapters.merge import merged_parameters
 from polylens.core import BARE_KINDS, EXPERT_KINDS, LayerKind
 from polylens.errors import ModelLoadError, first_line
 from polylens.models.outline import outline_model
@@ -147,7 +147,7 @@ class _Writer:
         self._folder = folder
         self._adapter = adapter
         self._layers = layers
-        self._layer_of = {weight_key(name, layers.specs[name].kind): name for name in adapter.deltas}
+        self._layer_of = {layers.specs[name].state_name(): name for name in adapter.deltas}
         self._index: dict[str, str] = {}
         self._num_bytes = 0
         self.num_changed = 0
@@ -199,7 +199,7 @@ class _Writer:
     def _parameters(self, layer: str) -> dict[str, torch.Tensor]:
         spec = self._layers.specs[layer]
         kind = spec.kind
-        weight = self._weights[weight_key(layer, kind)]
+        weight = self._weights[spec.state_name()]
         bias = None if kind in BARE_KINDS else self._weights.get(f"{layer}.bias")
         sides = (spec.out_features, spec.in_features)
         own = sides[::-1] if kind is LayerKind.EXPERTS_IN_FIRST else sides

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from polylens.adapters.base_parameters import is_own_parameter
 from polylens.adapters.load import load_adapter
-from polylens.adapters.merge import merged_parameters, weight_key
+from polylens.adapters.merge import merged_parameters
 from polylens.adapters.names import Found, LayerNames, NotFound
 from polylens.adapters.pairs import PEFT_PREFIX, pair_tensors
 from polylens.adapters.read import CONFIG_FILE, SAFETENSORS_FILE, find_adapter, read_adapter, read_config
@@ -80,12 +80,11 @@ def merge_ourselves(loaded: LoadedModel, path: str | Path) -> None:
     adapter, _ = load_adapter(path, layers, name="merged", dtype=torch.float32, device=loaded.device)
     _untie_head(loaded, adapter.deltas)
     for name, change in adapter.deltas.items():
-        kind = loaded.layers.specs[name].kind
-        owner_path, _, weight_name = weight_key(name, kind).rpartition(".")
-        owner = loaded.model.get_submodule(owner_path)
-        bias = None if kind in BARE_KINDS else getattr(owner, "bias", None)
-        for role, tensor in merged_parameters(change, kind, owner.get_parameter(weight_name), bias).items():
-            own_name = weight_name if role == "weight" else role
+        spec = loaded.layers.specs[name]
+        owner = loaded.model.get_submodule(spec.module)
+        bias = None if spec.kind in BARE_KINDS else getattr(owner, "bias", None)
+        for role, tensor in merged_parameters(change, spec.kind, owner.get_parameter(spec.parameter), bias).items():
+            own_name = spec.parameter if role == "weight" else role
             setattr(owner, own_name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
@@ -179,15 +178,12 @@ class _Part:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Under the names that PEFT writes today: after a module, also where the layer is a parameter of it."""
-        owner, _, _ = self.spec.name.rpartition(".")
-        module = owner if self.spec.kind in BARE_KINDS else self.spec.name
-        return {f"{PEFT_PREFIX}{module}.{suffix}": tensor for suffix, tensor in self.by_suffix.items()}
+        return {f"{PEFT_PREFIX}{self.spec.module}.{suffix}": tensor for suffix, tensor in self.by_suffix.items()}
 
     @property
     def trained_name(self) -> str:
         """What PEFT matched patterns against in training."""
-        parameter = self.spec.name.rpartition(".")[2]
-        return f"{self.module}.{parameter}" if self.spec.kind in BARE_KINDS else self.module
+        return f"{self.module}.{self.spec.parameter}" if self.spec.kind in BARE_KINDS else self.module
 
 
 def _own_parameters(loaded: LoadedModel, tensors: Mapping[str, torch.Tensor]) -> list[WholeTensor]:

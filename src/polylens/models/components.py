@@ -11,7 +11,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind, LayerSpec, ModelLayers
+from polylens.core import EXPERT_KINDS, Component, LayerKind, LayerSpec, ModelLayers
 from polylens.models.families import llama4, notes_for
 from polylens.models.parts import module_path, output_head, picture_encoder, text_encoder, text_model, token_embedding
 
@@ -46,13 +46,13 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
     found = {spec.name: spec for spec in _layer_specs(model, locate)}
     refused = {name: reason for name in found if (reason := _not_adaptable(name, model))}
     specs = {name: spec for name, spec in found.items() if name not in refused}
-    owners = {spec.name.rpartition(".")[0] for spec in specs.values() if spec.kind in _OWNED}
+    owners = {spec.module for spec in specs.values() if spec.kind in _OWNED}
     others = {
         name: type(module).__name__
         for name, module in model.named_modules()
         if name not in specs and name not in owners and next(module.parameters(recurse=False), None) is not None
     }
-    others |= {_module_of(found[name]): reason for name, reason in refused.items()}
+    others |= {found[name].module: reason for name, reason in refused.items()}
     return ModelLayers(
         specs=specs,
         rename=renamer(model),
@@ -75,11 +75,6 @@ def _has_one_table(model: PreTrainedModel) -> bool:
 def _not_adaptable(layer: str, model: PreTrainedModel) -> str | None:
     patterns = notes_for(model.config.model_type).not_adaptable
     return next((reason for pattern, reason in patterns.items() if re.search(pattern, layer)), None)
-
-
-def _module_of(spec: LayerSpec) -> str:
-    """The module that has the layer's weight; some layers are parameters of one."""
-    return spec.name.rpartition(".")[0] if spec.kind in BARE_KINDS else spec.name
 
 
 def _layer_specs(model: PreTrainedModel, locate: Locate) -> Iterator[LayerSpec]:

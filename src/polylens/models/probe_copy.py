@@ -92,10 +92,8 @@ def _device_for_copy(model: nn.Module) -> torch.device:
 def probe_layers(model: nn.Module, layers: ModelLayers) -> list[ProbeLayer]:
     """The adaptable layers of tower and connector, with their modules."""
     modules = dict(model.named_modules())
-    return [
-        ProbeLayer(layers.specs[name], modules[name if name in modules else name.rpartition(".")[0]])
-        for name in encoder_layers(layers)
-    ]
+    specs = (layers.specs[name] for name in encoder_layers(layers))
+    return [ProbeLayer(spec, modules[spec.module]) for spec in specs]
 
 
 def encoder_layers(layers: ModelLayers) -> tuple[str, ...]:
@@ -142,7 +140,7 @@ def _randomise(model: nn.Module, layers: ModelLayers) -> None:
     The architectures' own initialisation does not: it holds zeros (Gemma 3's projector) and tiny scales.
     """
     generator = torch.Generator().manual_seed(0)
-    matmul = {name for name in encoder_layers(layers) if name not in dict(model.named_modules())}
+    matmul = {name for name in encoder_layers(layers) if layers.specs[name].kind is LayerKind.MATMUL}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
         if parameter.dim() < 2:

@@ -49,9 +49,7 @@ class ProbeLayer:
 
     @property
     def weight(self) -> torch.Tensor:
-        if self.spec.kind is LayerKind.MATMUL:
-            return self.module.get_parameter(self.name.rpartition(".")[2])
-        return self.module.get_parameter("weight")
+        return self.module.get_parameter(self.spec.parameter)
 
     @property
     def gain(self) -> float:
