@@ -23,38 +23,3 @@ from polylens.core.checks import is_finite
 from polylens.core.layers import BARE_KINDS, EXPERT_KINDS, FACTOR_KINDS, Component, LayerKind, LayerSpec, ModelLayers
 from polylens.core.requests import ChatRequest, MediaItem, MediaKind, Request, TextRequest
 from polylens.core.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Constraint, SamplingParams
-
-__all__ = [
-    "BARE_KINDS",
-    "BASE_NAME",
-    "EXPERT_KINDS",
-    "FACTOR_KINDS",
-    "MAX_REPETITION_PENALTY",
-    "MIN_REPETITION_PENALTY",
-    "Adapter",
-    "Change",
-    "ChatRequest",
-    "Completion",
-    "CompletionDelta",
-    "Component",
-    "Constraint",
-    "Delta",
-    "Digests",
-    "FinishReason",
-    "LayerKind",
-    "LayerSpec",
-    "MediaItem",
-    "MediaKind",
-    "ModelLayers",
-    "ProcessingFiles",
-    "Replacement",
-    "Request",
-    "SamplingParams",
-    "ScaledDelta",
-    "TextRequest",
-    "TokenLogprob",
-    "TokenRows",
-    "Usage",
-    "is_finite",
-    "with_tensors",
-]
