@@ -90,13 +90,7 @@ class Engine:
         text = None if loaded.is_hosted else MeasuredText.of(loaded)
         self.plan = plan or make_plan(loaded, text, self.context, config)
         self._adapter_files = AdapterFiles(loaded, config)
-        self.registry = AdapterStore(
-            self._adapter_files.read,
-            self._adapter_files.place,
-            device_bytes=self.plan.adapter_bytes,
-            host_bytes=config.adapter_host_bytes,
-            shared_memory=self._adapter_files.on_cpu,
-        )
+        self.registry = self._adapter_store()
         self._requests: dict[str, _Request] = {}
         self._ids = itertools.count()
         self.num_steps = 0
@@ -104,21 +98,44 @@ class Engine:
         self.vision = VisionStage(
             loaded, self.context, VisionCache(self.plan.vision_cache_bytes), self.plan.max_encoder_rows
         )
-        self._executor: Executor = (
-            HostExecutor(loaded, config, self.context)
-            if text is None
-            else PagedExecutor(loaded, text, config, self.context, self.vision, self.plan.kv_bytes, self._kernels)
+        self._executor = self._executor_for(text)
+        self.max_running = self._executor.limits.max_running
+        self.state_bytes = self._executor.limits.state_bytes
+        self._allocator = PageAllocator(self._executor.limits.num_pages)
+        self.prefix_cache = self._prefix_cache()
+        self.scheduler = self._scheduler()
+        self._wrapped: WrappedLayers | None = None
+        self.probe: ProbeResult | None = None
+        self._sampler = Sampler()
+        self._toolbox = RequestToolbox(loaded)
+
+    def _adapter_store(self) -> AdapterStore:
+        return AdapterStore(
+            self._adapter_files.read,
+            self._adapter_files.place,
+            device_bytes=self.plan.adapter_bytes,
+            host_bytes=self.config.adapter_host_bytes,
+            shared_memory=self._adapter_files.on_cpu,
         )
+
+    def _executor_for(self, text: MeasuredText | None) -> Executor:
+        """text: None where transformers generates."""
+        if text is None:
+            return HostExecutor(self.loaded, self.config, self.context)
+        return PagedExecutor(
+            self.loaded, text, self.config, self.context, self.vision, self.plan.kv_bytes, self._kernels
+        )
+
+    def _prefix_cache(self) -> PrefixCache | None:
         limits = self._executor.limits
-        self.max_running = limits.max_running
-        self.state_bytes = limits.state_bytes
-        self._allocator = PageAllocator(limits.num_pages)
-        self.prefix_cache = (
-            PrefixCache(limits.page_tokens, self._allocator, text_needs_connector=loaded.notes.embed is not None)
-            if limits.shares_pages
-            else None
-        )
-        self.scheduler = Scheduler(
+        if not limits.shares_pages:
+            return None
+        needs_connector = self.loaded.notes.embed is not None
+        return PrefixCache(limits.page_tokens, self._allocator, text_needs_connector=needs_connector)
+
+    def _scheduler(self) -> Scheduler:
+        limits = self._executor.limits
+        return Scheduler(
             page_tokens=limits.page_tokens,
             max_step_tokens=limits.max_step_tokens,
             max_running=limits.max_running,
@@ -126,10 +143,6 @@ class Engine:
             prefix_cache=self.prefix_cache,
             gate=self.registry,
         )
-        self._wrapped: WrappedLayers | None = None
-        self.probe: ProbeResult | None = None
-        self._sampler = Sampler()
-        self._toolbox = RequestToolbox(loaded)
 
     @property
     def max_model_len(self) -> int:
