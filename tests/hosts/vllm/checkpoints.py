@@ -25,6 +25,9 @@ from tests.hosts.vllm.media import picture, video
 
 PUBLISHED_TOWER = ("llava", "gemma3", "llava_onevision")
 
+ONE_PICTURE = ("llava_onevision",)
+"""Families of which transformers cuts no picture into tiles if a prompt has several, and vLLM each of them."""
+
 NUM_TOKENS = 8
 """Greedy tokens of every reference."""
 
@@ -166,8 +169,8 @@ TEXTS = ("what is in the picture?", "name the colour", "count them")
 
 def messages(kind: str, index: int) -> list[dict[str, Any]]:
     media: list[dict[str, Any]] = []
-    if kind == "image":
-        media = [{"type": "image", "image": picture(index)}]
+    if kind in ("image", "images"):
+        media = [{"type": "image", "image": picture(index + more)} for more in range(1 + (kind == "images"))]
     elif kind == "video":
         media = [{"type": "video", "video": video(index), "fps": 2.0}]
     return [{"role": "user", "content": [*media, {"type": "text", "text": TEXTS[index % 3]}]}]
@@ -179,7 +182,9 @@ def prepare(family: str, folder: Path, *, short: bool = False) -> None:
     model = build(family, folder / "model")
     for name, described in ADAPTERS.items():
         make_adapter(model, folder / name, **described)
-    kinds = ["image", "text", *(["video"] if ALL_FAMILIES[family].takes_videos else [])]
+    kinds = ["image", "text"]
+    kinds += [] if family in ONE_PICTURE else ["images"]
+    kinds += ["video"] if ALL_FAMILIES[family].takes_videos else []
     without = NOT_GIVEN.get(family, ())
     answers = {}
     for adapter, kind, index in itertools.product((None, *ADAPTERS), kinds, range(2)):

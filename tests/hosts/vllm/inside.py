@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -25,7 +25,8 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.hosts.vllm.media import NUM_FRAMES, picture, video
+from tests.hosts.vllm.media import picture, video
+from tests.hosts.vllm.stepwise import SAMPLING, Requests, replaced
 
 ADAPTERS = ("a", "v", "l")
 MAX_LOGPROB_ERROR = 1e-3
@@ -35,25 +36,25 @@ MIN_RATIO = 4
 
 
 class Inside:
-    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder
         stored = torch.load(folder / "answers.pt", weights_only=False)
         self.kinds, self.answers, self.prompts = stored["kinds"], stored["answers"], stored["prompts"]
         self.special = sorted({name for name, _, _ in self.answers} - {"base", *ADAPTERS})
         limits = {"image": 2} | ({"video": 1} if "video" in self.kinds else {})
-        self.llm = LLM(
-            str(folder / "model"),
-            worker_cls="polylens.hosts.vllm.Worker",
-            dtype=dtype,
-            enforce_eager=True,
-            enable_lora=True,
-            max_loras=4,
-            max_cpu_loras=4,
-            max_model_len=1024,
-            max_num_seqs=16,
-            limit_mm_per_prompt=limits,
-            enable_prefix_caching=True,
-        )
+        given: dict[str, Any] = {
+            "worker_cls": "polylens.hosts.vllm.Worker",
+            "dtype": "float32",
+            "enforce_eager": True,
+            "enable_lora": True,
+            "max_loras": 4,
+            "max_cpu_loras": 4,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "limit_mm_per_prompt": limits,
+            "enable_prefix_caching": True,
+        }
+        self.llm = LLM(str(folder / "model"), **{**given, **options})
         first = self.llm.get_tokenizer().bos_token
         # transformers adds none to a template's text that begins with it; vLLM, given text, would add a second one.
         self.tokenizing = {"add_special_tokens": not (first and self.prompts["text", 0].startswith(first))}
@@ -64,16 +65,17 @@ class Inside:
         prompt: dict[str, Any] = {"prompt": self.prompts[kind, index]}
         if kind == "image":
             prompt["multi_modal_data"] = {"image": picture(index)}
+        elif kind == "images":
+            prompt["multi_modal_data"] = {"image": [picture(index), picture(index + 1)]}
         elif kind == "video":
-            prompt["multi_modal_data"] = {"video": (video(index), video_facts())}
+            prompt["multi_modal_data"] = {"video": (video(index), video_facts(index))}
         return prompt
 
     def run(self, wanted: Sequence[tuple[str, str, int]]) -> list[Any]:
         """Answers of (adapter or "base", kind, index), all in one batch."""
-        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False)
         requests = [self.request(kind, index) for _, kind, index in wanted]
         adapters = [self.adapter(name) for name, _, _ in wanted]
-        return self.generate(requests, sampling, adapters)
+        return self.generate(requests, SAMPLING, adapters)
 
     def generate(self, requests: Sequence[Any], sampling: Any, adapters: Sequence[LoRARequest | None]) -> list[Any]:
         outputs = self.llm.generate(
@@ -109,12 +111,13 @@ class Inside:
         self.llm.llm_engine.reset_encoder_cache()
 
 
-def video_facts() -> dict[str, Any]:
+def video_facts(index: int) -> dict[str, Any]:
+    num_frames = len(video(index))
     return {
         "fps": 2.0,
-        "duration": NUM_FRAMES / 2.0,
-        "total_num_frames": NUM_FRAMES,
-        "frames_indices": list(range(NUM_FRAMES)),
+        "duration": num_frames / 2.0,
+        "total_num_frames": num_frames,
+        "frames_indices": list(range(num_frames)),
         "video_backend": "opencv",
         "do_sample_frames": False,
     }
@@ -226,6 +229,25 @@ def vision_rows_are_shared(inside: Inside) -> None:
         model.embed_multimodal = embed
 
 
+def one_picture_of_many_requests(inside: Inside) -> None:
+    """A picture is encoded once for every content of tower and connector, whoever asks and how often."""
+    items = []
+
+    def noting(noted: Any) -> Any:
+        return lambda pair, num_tokens, owner: items.append(owner) or noted(pair, num_tokens, owner)
+
+    inside.forget()
+    shutil.rmtree(inside.folder / "twin", ignore_errors=True)
+    shutil.copytree(inside.folder / "v", inside.folder / "twin")
+    requests = Requests(inside)
+    with replaced(inside.runner.encoder_calls, "note", noting):
+        for name in ("v", "v", "base", "l", "a", "a"):
+            requests.add((name, "image", 0))
+        requests.add(("v", "image", 0), LoRARequest("twin", 12, str(inside.folder / "twin")))
+        requests.finish()
+    assert len(items) == 3, f"{len(items)} items were encoded: of base and `l`, of `v` and its twin, of `a`"
+
+
 def replaced_under_one_name(inside: Inside) -> None:
     """Other content under the same name and path: never the old encoder or prefix entries."""
     place = inside.folder / "replaced"
@@ -233,8 +255,7 @@ def replaced_under_one_name(inside: Inside) -> None:
     for source in ("a", "v", "l", "a"):
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(inside.folder / source, place)
-        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False)
-        inside.compare((source, "image", 0), inside.generate([inside.request("image", 0)], sampling, [request])[0])
+        inside.compare((source, "image", 0), inside.generate([inside.request("image", 0)], SAMPLING, [request])[0])
 
 
 def a_broken_adapter_fails_its_request_only(inside: Inside) -> None:
@@ -259,7 +280,6 @@ def a_folder_that_changes_before_its_request_is_run(inside: Inside) -> None:
     """The request gets what was there when it arrived; the next one what is there then."""
     place = inside.folder / "meanwhile"
     request = LoRARequest("meanwhile", 10, str(place))
-    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False)
     engine = inside.llm.llm_engine
     for source in ("a", "v"):
         shutil.rmtree(place, ignore_errors=True)
@@ -267,7 +287,7 @@ def a_folder_that_changes_before_its_request_is_run(inside: Inside) -> None:
         inside.runner.lora_manager.remove_all_adapters()
         asked = inside.request("image", 0)
         engine.add_request(
-            f"meanwhile-{source}", asked, sampling, lora_request=request, tokenization_kwargs=inside.tokenizing
+            f"meanwhile-{source}", asked, SAMPLING, lora_request=request, tokenization_kwargs=inside.tokenizing
         )
         shutil.rmtree(place)
         shutil.copytree(inside.folder / "l", place)
@@ -279,7 +299,7 @@ def a_folder_that_changes_before_its_request_is_run(inside: Inside) -> None:
 
 def prompt_logprobs_of_changed_heads(inside: Inside) -> None:
     """Of prompts that end with an answer's tokens, which have that answer's log-probabilities; all in one batch."""
-    wanted = [name for name in ("base", "head", "head_saved", "l") if (name, "image", 0) in inside.answers]
+    wanted = [name for name in ("base", "head", "a", "head_saved", "l") if (name, "image", 0) in inside.answers]
     prompts = []
     for name in wanted:
         request = inside.request("image", 0)
@@ -295,6 +315,46 @@ def prompt_logprobs_of_changed_heads(inside: Inside) -> None:
             ours = output.prompt_logprobs[step - len(token_ids)][token_id].logprob
             theirs = logprobs[step, token_id].item()
             assert abs(ours - theirs) <= MAX_LOGPROB_ERROR, f"{name}: token {step} has {ours}, reference {theirs}"
+
+
+OLD_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "qwen2_vl": (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    "qwen2_5_vl": (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    "llava": (
+        ("lm_head.", "language_model.lm_head."),
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", "vision_tower.vision_model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ),
+}
+"""Beginnings of module paths, by family: of now, and as transformers 4.4x wrote them."""
+
+
+def an_adapter_of_old_names(inside: Inside) -> None:
+    from safetensors.torch import load_file, save_file
+
+    names = OLD_NAMES.get(inside.folder.name)
+    if names is None:
+        print("   (its names have not changed, or are of other families here)")
+        return
+    place = inside.folder / "old"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(inside.folder / "a", place)
+    tensors = load_file(place / "adapter_model.safetensors")
+    renamed = {_renamed(name, names): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, place / "adapter_model.safetensors")
+    inside.forget()
+    requests = [inside.request(kind, 0) for kind in inside.kinds]
+    outputs = inside.generate(requests, SAMPLING, [LoRARequest("old", 13, str(place))] * len(requests))
+    for kind, output in zip(inside.kinds, outputs, strict=True):
+        inside.compare(("a", kind, 0), output)
+
+
+def _renamed(name: str, names: Sequence[tuple[str, str]]) -> str:
+    prefix = "base_model.model."
+    bare = name.removeprefix(prefix)
+    return prefix + next((old + bare.removeprefix(new) for new, old in names if bare.startswith(new)), bare)
 
 
 REFUSED: dict[str, tuple[str, ...]] = {"qwen3_vl_moe": ("experts", "experts_saved")}
@@ -331,6 +391,12 @@ def answers_are_nearest_to_their_own_references(inside: Inside) -> None:
         assert own * MIN_RATIO <= min(errors.values()), f"{name}: off by {own}, others by {errors}"
 
 
+def text_without_a_tower(inside: Inside) -> None:
+    """vLLM then builds no tower, and what adapters have for it is of no effect."""
+    assert inside.runner.adapted.absent, "the tower was built"
+    inside.check([(name, "text", index) for index in (0, 1) for name in ("base", *ADAPTERS)])
+
+
 SHORT: tuple[Callable[[Inside], None], ...] = (
     rules_are_proven,
     rules_are_kept,
@@ -345,6 +411,9 @@ SHORT: tuple[Callable[[Inside], None], ...] = (
 HALF: tuple[Callable[[Inside], None], ...] = (rules_are_proven, answers_are_nearest_to_their_own_references)
 """In bfloat16, after a start in float32."""
 
+TEXT: tuple[Callable[[Inside], None], ...] = (text_without_a_tower,)
+"""Where no request may have media."""
+
 CHECKS: tuple[Callable[[Inside], None], ...] = (
     *SHORT,
     alone,
@@ -352,14 +421,15 @@ CHECKS: tuple[Callable[[Inside], None], ...] = (
     many_items_in_a_step,
     one_at_a_time,
     a_wrong_rule_ends_no_request,
+    one_picture_of_many_requests,
     a_folder_that_changes_before_its_request_is_run,
     prompt_logprobs_of_changed_heads,
+    an_adapter_of_old_names,
     special_adapters,
 )
 
 
-def main(folder: Path, checks: Sequence[Callable[[Inside], None]]) -> int:
-    inside = Inside(folder, "bfloat16" if checks is HALF else "float32")
+def run_checks(inside: Inside, checks: Sequence[Callable[[Inside], None]]) -> int:
     failed = 0
     for check in checks:
         try:
@@ -376,8 +446,21 @@ def main(folder: Path, checks: Sequence[Callable[[Inside], None]]) -> int:
     return 1 if failed else 0
 
 
-if __name__ == "__main__":
-    which = {"--short": SHORT, "--half": HALF}
-    status = main(Path(sys.argv[1]), which[sys.argv[2]] if sys.argv[2:] else CHECKS)
+def finish(inside: Inside, checks: Sequence[Callable[[Inside], None]]) -> NoReturn:
+    """Run checks and end the process: vLLM's worker threads need not be waited for."""
+    status = run_checks(inside, checks)
     sys.stdout.flush()
-    os._exit(status)  # vLLM's worker threads need not be waited for
+    os._exit(status)
+
+
+MODES: dict[str, tuple[Sequence[Callable[[Inside], None]], dict[str, Any]]] = {
+    "": (CHECKS, {}),
+    "--short": (SHORT, {}),
+    "--half": (HALF, {"dtype": "bfloat16"}),
+    "--text": (TEXT, {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
+}
+"""What is checked, and the options of vLLM for it."""
+
+if __name__ == "__main__":
+    checks, options = MODES["".join(sys.argv[2:])]
+    finish(Inside(Path(sys.argv[1]), **options), checks)

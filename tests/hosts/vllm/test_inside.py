@@ -14,13 +14,23 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("POLYLENS_VLLM_PYTHON", "")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "internvl", "idefics3")
-"""vLLM's flag for LoRA in towers does not list InternVL."""
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "gemma3",
+    "llava",
+    "internvl",
+    "idefics3",
+    "llava_onevision",
+)
+"""vLLM's flag for LoRA in towers does not list InternVL and LLaVA-OneVision."""
 TIMEOUT_S = 560
-NUM_CHECKS, NUM_SHORT_CHECKS, NUM_HALF_CHECKS = 15, 7, 2
+NUM_CHECKS, NUM_SHORT_CHECKS, NUM_HALF_CHECKS = 17, 7, 2
 """Of `inside.CHECKS`, `inside.SHORT` and `inside.HALF`."""
-NUM_GPU_CHECKS, NUM_V2_CHECKS = 9, 8
-"""Of `gpu.CHECKS` and `v2.CHECKS`."""
+NUM_PRESSURE_CHECKS, NUM_GPU_CHECKS, NUM_V2_CHECKS = 10, 9, 8
+"""Of `pressure.CHECKS`, `gpu.CHECKS` and `v2.CHECKS`."""
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no environment with vLLM ($POLYLENS_VLLM_PYTHON)")
 
@@ -70,14 +80,23 @@ def test_a_mixed_batch_equals_merged_models(tmp_path: Path):
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batches_equal_merged_models(family: str, tmp_path: Path):
-    assert num_ok(run_inside("inside", tmp_path, make(family, tmp_path))) == NUM_CHECKS
+    """And rules proven in float32 serve bfloat16."""
+    folder = make(family, tmp_path)
+    assert num_ok(run_inside("inside", tmp_path, folder)) == NUM_CHECKS
+    assert num_ok(run_inside("inside", tmp_path, folder, "--half")) == NUM_HALF_CHECKS
 
 
 @pytest.mark.full
-def test_rules_proven_in_float32_serve_bfloat16(tmp_path: Path):
-    folder = make("qwen2_vl", tmp_path, "--short")
-    assert num_ok(run_inside("inside", tmp_path, folder, "--short")) == NUM_SHORT_CHECKS
-    assert num_ok(run_inside("inside", tmp_path, folder, "--half")) == NUM_HALF_CHECKS
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "internvl", "llava_onevision"])
+def test_an_engine_under_pressure(family: str, tmp_path: Path):
+    output = run_inside("pressure", tmp_path, make(family, tmp_path, "--short"))
+    assert num_ok(output) == NUM_PRESSURE_CHECKS
+
+
+@pytest.mark.full
+def test_text_without_a_tower(tmp_path: Path):
+    output = run_inside("inside", tmp_path, make("qwen2_vl", tmp_path, "--short"), "--text")
+    assert num_ok(output) == 1
 
 
 @pytest.mark.full
@@ -97,4 +116,6 @@ def test_the_gpu_worker_and_both_runners_as_far_as_a_cpu_can_tell(tmp_path: Path
 
 @pytest.mark.full
 def test_the_v2_runner_by_tritons_interpreter(tmp_path: Path):
-    assert num_ok(run_inside("v2", tmp_path, make("qwen2_vl", tmp_path))) == NUM_V2_CHECKS
+    folder = make("qwen2_vl", tmp_path)
+    assert num_ok(run_inside("v2", tmp_path, folder)) == NUM_V2_CHECKS
+    assert num_ok(run_inside("v2", tmp_path, folder, "--pressure")) == 1 + NUM_PRESSURE_CHECKS

@@ -14,11 +14,12 @@ from polylens.hosts.vllm import seams
 def config(**changed: Any) -> Any:
     plain = {
         "parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-        "model_config": SimpleNamespace(runner_type="generate"),
+        "model_config": SimpleNamespace(runner_type="generate", dtype="bfloat16"),
         "compilation_config": SimpleNamespace(cudagraph_mm_encoder=False, mode=SimpleNamespace(name="NONE")),
         "quant_config": None,
         "speculative_config": None,
-        "lora_config": SimpleNamespace(target_modules=None),
+        "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
+        "lora_config": SimpleNamespace(target_modules=None, lora_dtype="bfloat16"),
     }
     return SimpleNamespace(**{**plain, **changed})
 
@@ -36,6 +37,9 @@ def test_a_plain_vllm_is_served():
         ({"speculative_config": object()}, "speculative"),
         ({"model_config": SimpleNamespace(runner_type="pooling")}, "pooling"),
         ({"lora_config": SimpleNamespace(target_modules=["q_proj"])}, "target_modules"),
+        ({"lora_config": SimpleNamespace(lora_dtype="float16")}, "lora_dtype float16"),
+        ({"model_config": SimpleNamespace(runner_type="generate", enable_prompt_embeds=True)}, "prompts of embeddings"),
+        ({"cache_config": SimpleNamespace(kv_sharing_fast_prefill=True)}, "kv_sharing_fast_prefill"),
         (
             {"compilation_config": SimpleNamespace(cudagraph_mm_encoder=True, mode=SimpleNamespace(name="NONE"))},
             "CUDA graphs",

@@ -1,4 +1,5 @@
-"""vLLM's V2 model runner, its Triton kernels run by Triton's interpreter: `python -m tests.hosts.vllm.v2 FOLDER`.
+"""vLLM's V2 model runner, its Triton kernels run by Triton's interpreter: `python -m tests.hosts.vllm.v2 FOLDER`,
+with `--pressure` the checks of that module.
 
 vLLM's CPU build has that runner, for a Triton with a CPU backend; the published Triton has none, and its interpreter
 stands for it. So the runner that vLLM takes on GPUs by itself is run here, on a CPU.
@@ -19,7 +20,7 @@ triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_acti
 
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
 
-from tests.hosts.vllm import inside  # noqa: E402
+from tests.hosts.vllm import inside, pressure  # noqa: E402
 
 
 def the_runner_is_the_v2_one(found: inside.Inside) -> None:
@@ -38,6 +39,6 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    status = inside.main(Path(sys.argv[1]), CHECKS)
-    sys.stdout.flush()
-    os._exit(status)
+    under_pressure = sys.argv[2:] == ["--pressure"]
+    options, checks = (pressure.OPTIONS, (CHECKS[0], *pressure.CHECKS)) if under_pressure else ({}, CHECKS)
+    inside.finish(inside.Inside(Path(sys.argv[1]), **options), checks)

@@ -80,6 +80,6 @@ class EncoderCalls:
 
     def _mixing_key(self, pair: Pair) -> Any:
         modality, data = pair
-        owner = self._owners[id(data)][1]
-        divisible = owner is None or not owner.undivided
+        item, owner = self._owners[id(data)]
+        divisible = item.has_pixels and (owner is None or not owner.undivided)
         return modality, None if divisible and self._adapted.may_mix(modality) else owner

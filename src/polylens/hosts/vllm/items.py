@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import MultiModalBatchedField
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from polylens.models.features import ItemFeatures
-from polylens.models.prepared import PIXEL_PREFIX
+from polylens.models.prepared import PIXEL_PREFIX, pixel_tensors
 from polylens.models.row_rules import ItemSize
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ class EncoderItem:
         """As `ItemSize.of` reads them; of a batched field vLLM has taken the first dimension off."""
         return dict(_tensors(self.data))
 
+    @property
+    def has_pixels(self) -> bool:
+        """Whether there is anything to encode: a client may send features instead."""
+        return bool(pixel_tensors(self.tensors))
+
 
 def _tensors(data: Any) -> Iterator[tuple[str, torch.Tensor]]:
     names = [name for name in data if name.startswith(PIXEL_PREFIX)]
@@ -61,8 +66,14 @@ def encode(model: Any, items: Sequence[EncoderItem], device: torch.device) -> li
     features: list[torch.Tensor] = []
     pairs = [(item.modality, item.data) for item in items]
     for _, _, batch in group_and_batch_mm_kwargs(pairs, device=device):
-        features.extend(model.embed_multimodal(**batch))
+        features.extend(by_item(model.embed_multimodal(**batch)))
     return [ItemFeatures(rows) for rows in features]
+
+
+def by_item(features: Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+    """What an encoder call gave, as one (rows, d) an item. LLaVA-OneVision of vLLM 0.32 gives (1, rows, d) for videos
+    of unequal lengths, on which vLLM ends its engine."""
+    return [item[0] if item.dim() == 3 and len(item) == 1 else item for item in (() if features is None else features)]
 
 
 def create_processor(model_config: ModelConfig) -> Any:

@@ -49,7 +49,7 @@ class AdapterManager:
 
     def tell_refused(self) -> None:
         """Let the front process know what cannot be adapted."""
-        tell_refused(self._config.model_config, self._model.refused)
+        tell_refused(self._config, self._model.refused)
 
     @property
     def reserved_bytes(self) -> int:
@@ -113,10 +113,15 @@ class AdapterManager:
         return set(known) | (set(self._adapters) - set(known.values()))
 
     def remove_all_adapters(self) -> None:
+        """vLLM calls it after each run of dummies too, of which a data-parallel engine without requests makes one a
+        step: then only they go."""
+        self._model.set_text_rows((), ())
+        if None in self._adapters.values():
+            self._adapters = OrderedDict((number, one) for number, one in self._adapters.items() if one is not None)
+            return
         self._adapters.clear()
         self._pinned.clear()
         self._number_of.clear()
-        self._model.set_text_rows((), ())
 
     # What vLLM asks to warm up with: the base model stands for every dummy
 

@@ -13,7 +13,7 @@ from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from polylens.core import Adapter, Component, LayerKind
 from polylens.errors import RowRuleError
-from polylens.hosts.vllm.items import EncoderItem
+from polylens.hosts.vllm.items import EncoderItem, by_item
 from polylens.hosts.vllm.layers import wrap_modules
 from polylens.hosts.vllm.placement import place_layers
 from polylens.hosts.vllm.proof import unproven_layers
@@ -131,8 +131,8 @@ class AdaptedModel:
             assert embed is not None
             if self._group is None:
                 with self._routing(self.ctx.whole(None)):
-                    return embed(**kwargs)
-            return self._embed(embed, kwargs, *self._group)
+                    return by_item(embed(**kwargs))
+            return by_item(self._embed(embed, kwargs, *self._group))
 
         model.forward = routed_forward
         model.compute_logits = routed_logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import StageMissingLayer
 
 from polylens.core import BARE_KINDS, EXPERT_KINDS, Component, LayerKind, LayerSpec
 
@@ -138,9 +140,12 @@ class _Finder:
         return isinstance(module, nn.ModuleList) and 0 < len(module) <= int(match[2])
 
     def _is_left_out(self, path: str) -> bool:
-        """Whether vLLM has a place for the module and puts nothing there: CLIP's last norm, if nobody asks for it."""
+        """Whether vLLM has a place for the module and puts nothing there: CLIP's last norm, if nobody asks for it; all
+        of the tower, if no request may have media."""
         parent, _, name = path.rpartition(".")
-        return getattr(self._modules.get(parent), name, self) is None
+        above = accumulate(path.split("."), lambda one, part: f"{one}.{part}")
+        in_missing = any(isinstance(self._modules.get(one), StageMissingLayer) for one in above)
+        return in_missing or getattr(self._modules.get(parent), name, self) is None
 
 
 def _whole(path: str, module: nn.Module, spec: LayerSpec) -> Place | str:

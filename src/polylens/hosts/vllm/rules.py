@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+VERSION = 2
+"""Raise whenever a probe here may find another result for the same model, as other items or another call may."""
+
 GAIN_ROWS = 16
 """Random rows by which a layer's size is measured."""
 
@@ -153,7 +156,7 @@ def _facts(model: nn.Module, model_config: ModelConfig, processor: Any, device: 
     parts: dict[str, Any] = {n: getattr(hf_processor, n, None) for n in ("image_processor", "video_processor")}
     multimodal = model_config.multimodal_config
     return {
-        "host": f"vllm {vllm_version()}",
+        "host": f"vllm {vllm_version()}, {VERSION}",
         "config": architecture(model_config.hf_config.to_dict()),
         "class": type(model).__qualname__,
         "transformers": transformers.__version__,

@@ -72,6 +72,12 @@ def refusal(config: Any) -> str | None:
         return "CUDA graphs: they repeat the adapters of the step they recorded, start with --enforce-eager"
     if model.runner_type != "generate":
         return f"the runner {model.runner_type!r}: only text generation is served"
+    if getattr(model, "enable_prompt_embeds", False):
+        return "prompts of embeddings: leave enable_prompt_embeds out"
+    if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
+        return "kv_sharing_fast_prefill: its layers see some of a step's tokens only, leave it out"
     if getattr(config.lora_config, "target_modules", None):
         return "lora target_modules: an adapter is applied in full or refused, leave it out"
+    if getattr(config.lora_config, "lora_dtype", model.dtype) != model.dtype:
+        return f"lora_dtype {config.lora_config.lora_dtype}: adapters have the base model's type, leave it out"
     return None
