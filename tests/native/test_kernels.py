@@ -27,6 +27,26 @@ def kernels() -> Kernels:
 
 
 @settings(deadline=None, max_examples=60)
+@given(rows=st.integers(1, 17), num_in=st.integers(1, 70), num_out=st.integers(1, 40), biased=st.booleans())
+def test_a_linear_layer_equals_torchs(kernels: Kernels, rows: int, num_in: int, num_out: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, num_in, generator=generator), torch.randn(num_out, num_in, generator=generator)
+    bias = torch.randn(num_out, generator=generator) if biased else None
+    y = kernels.linear(x, weight, bias)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_layer_of_what_is_not_finite(kernels: Kernels) -> None:
+    x, weight = torch.ones(3, 20), torch.ones(7, 20)
+    x[1, 3], weight[4, 19] = float("nan"), float("inf")
+    y = kernels.linear(x, weight, None)
+    assert y[1].isnan().all()
+    assert (y[[0, 2], 4] == float("inf")).all()
+    assert (y[[0, 2]][:, [0, 1, 2, 3, 5, 6]] == 20).all()
+
+
+@settings(deadline=None, max_examples=60)
 @given(
     spans=st.lists(st.tuples(st.integers(1, 9), st.integers(0, FEW_ROWS + 3), st.integers(0, 2)), max_size=5),
     num_in=st.integers(1, 70),

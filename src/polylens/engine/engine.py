@@ -86,7 +86,7 @@ class Engine:
         self.context = RoutingContext(head_layer=loaded.head_name)
         """Whose rows the layers compute, in the forward that runs now."""
         self._kernels = _kernels(loaded, config)
-        make_linears_fast(loaded.model, *(() if loaded.is_hosted else (loaded.text_model, loaded.head)))
+        make_linears_fast(loaded.model, self._kernels)
         text = None if loaded.is_hosted else MeasuredText.of(loaded)
         self.plan = plan or make_plan(loaded, text, self.context, config)
         self._adapter_files = AdapterFiles(loaded, config)

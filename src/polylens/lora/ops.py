@@ -28,15 +28,14 @@ class Scratch:
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def like(self, weight: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor, shaped and ordered as the weight; valid until the next call for device and dtype."""
+        """An uninitialised tensor, shaped as the weight; valid until the next call for device and dtype."""
         key = (weight.device, weight.dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < weight.numel():
             self._buffers.pop(key, None)
             del buffer  # before the larger one is allocated, so that both never exist at once
             buffer = self._buffers[key] = torch.empty(weight.numel(), device=weight.device, dtype=weight.dtype)
-        flat = buffer[: weight.numel()]
-        return flat.view(weight.shape) if weight.is_contiguous() else flat.view(weight.t().shape).t()
+        return buffer[: weight.numel()].view(weight.shape)
 
     @property
     def num_bytes(self) -> int:

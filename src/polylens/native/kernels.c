@@ -1,9 +1,10 @@
-/* What a CPU does in a decode step beside the model's own linear layers: adapters on few rows, and attention of one
- * query token a sequence over pages. Both read much and compute little, so each reads all of it once, where it lies.
+/* What a CPU does in a decode step: linear layers and adapters on few rows, and attention of one query token a sequence
+ * over pages. All read much and compute little, so each reads all of it once, where it lies.
  * float32. No fast-math: NaN and infinity stay what they are.
  */
 
 #include <math.h>
+#include <string.h>
 
 static inline float dot(const float *p, const float *q, int n) {
     float sum = 0;
@@ -11,6 +12,102 @@ static inline float dot(const float *p, const float *q, int n) {
     for (int i = 0; i < n; i++)
         sum += p[i] * q[i];
     return sum;
+}
+
+/* A block of a linear layer: OUTS x ROWS sums, a vector each, and OUTS vectors of weights, all in registers. */
+#ifdef __AVX__
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define ROWS 4
+#if defined(__AVX512VL__) || defined(__aarch64__) /* 32 registers instead of 16 */
+#define OUTS 6
+#else
+#define OUTS 3
+#endif
+
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
+
+/* n <= LANES values and zeros. */
+static inline __attribute__((always_inline)) lanes load(const float *p, int n) {
+    lanes v = {0};
+    memcpy(&v, p, n * sizeof *p);
+    return v;
+}
+
+static inline float sum_of(lanes v) {
+    float part[LANES];
+    memcpy(part, &v, sizeof v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            part[i] += part[i + half];
+    return part[0];
+}
+
+/* Add n <= LANES products to the sums. */
+static inline __attribute__((always_inline)) void add_products(lanes sums[OUTS][ROWS], const float *x, const float *w,
+                                                               int in, int n, const int outs, const int rows) {
+    lanes weights[OUTS];
+    for (int o = 0; o < outs; o++) {
+        weights[o] = load(w + (long)o * in, n);
+        /* Of the outputs that come next, into the second cache: the first one holds x. */
+        __builtin_prefetch(w + (long)(o + outs) * in, 0, 2);
+    }
+    for (int t = 0; t < rows; t++) {
+        const lanes inputs = load(x + (long)t * in, n);
+        for (int o = 0; o < outs; o++)
+            sums[o][t] += weights[o] * inputs;
+    }
+}
+
+/* y[t][o] = x[t] . w[o] + bias[o] of `outs` outputs and `rows` rows, both constants where it is called. */
+static inline __attribute__((always_inline)) void few(const float *x, const float *w, const float *bias, float *y,
+                                                      int in, int out, const int outs, const int rows) {
+    lanes sums[OUTS][ROWS];
+    for (int o = 0; o < outs; o++)
+        for (int t = 0; t < rows; t++)
+            sums[o][t] = (lanes){0};
+    int i = 0;
+    for (; i + LANES <= in; i += LANES)
+        add_products(sums, x + i, w + i, in, LANES, outs, rows);
+    if (i < in)
+        add_products(sums, x + i, w + i, in, in - i, outs, rows);
+    for (int o = 0; o < outs; o++)
+        for (int t = 0; t < rows; t++)
+            y[(long)t * out + o] = sum_of(sums[o][t]) + (bias ? bias[o] : 0);
+}
+
+/* As `few`, of `outs` outputs, a constant, and up to ROWS rows. */
+static inline __attribute__((always_inline)) void some(const float *x, const float *w, const float *bias, float *y,
+                                                       int in, int out, const int outs, int rows) {
+    switch (rows) {
+    case 1:
+        return few(x, w, bias, y, in, out, outs, 1);
+    case 2:
+        return few(x, w, bias, y, in, out, outs, 2);
+    case 3:
+        return few(x, w, bias, y, in, out, outs, 3);
+    default:
+        return few(x, w, bias, y, in, out, outs, ROWS);
+    }
+}
+
+/* y = x W^T + bias (or NULL). x (rows, in), w (out, in), y (rows, out). */
+void polylens_linear(const float *x, const float *w, const float *bias, float *y, int rows, int in, int out,
+                     int num_threads) {
+    const int blocks = out / OUTS, singles = out % OUTS;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int task = 0; task < blocks + singles; task++) {
+        const int o = task < blocks ? task * OUTS : out - singles + task - blocks;
+        const float *weights = w + (long)o * in, *biases = bias ? bias + o : 0;
+        for (int t = 0; t < rows; t += ROWS) {
+            if (task < blocks)
+                some(x + (long)t * in, weights, biases, y + (long)t * out + o, in, out, OUTS, rows - t);
+            else
+                some(x + (long)t * in, weights, biases, y + (long)t * out + o, in, out, 1, rows - t);
+        }
+    }
 }
 
 typedef struct {

@@ -52,11 +52,29 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         p, i, n, f, table = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_char_p
+        self._linear = library.polylens_linear
+        self._linear.argtypes, self._linear.restype = [p, p, p, p, i, i, i, i], None
         self._factored = library.polylens_factored
         self._factored.argtypes, self._factored.restype = [p, p, i, i, table, i, p, i], None
         self._attention = library.polylens_decode_attention
         self._attention.argtypes = [p, n, n, p, p, p, table, i, i, i, i, i, f, i]
         self._attention.restype = None
+
+    def linear(self, x_ti: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + bias (t, o) for x (t, i) and W (o, i), all contiguous. For few rows: W is read once."""
+        (num_rows, num_in), num_out = x_ti.shape, weight.shape[0]
+        y_to = torch.empty(num_rows, num_out, dtype=torch.float32)
+        self._linear(
+            x_ti.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y_to.data_ptr(),
+            num_rows,
+            num_in,
+            num_out,
+            torch.get_num_threads(),
+        )
+        return y_to
 
     def factored_(
         self,
