@@ -103,10 +103,10 @@ def _replica_flags() -> tuple[Flag, ...]:
         ),
         Flag(
             "routing",
-            "affinity: where the adapter and the picture are; balanced: to the shortest queue, to compare with.",
+            "affinity: where the adapter and the picture are. To compare with: balanced, the shortest queue; random.",
             "RULE",
             default="affinity",
-            choices=("affinity", "balanced"),
+            choices=("affinity", "balanced", "random"),
         ),
         Flag("address", "A Ray cluster to run on; auto: this machine's. Not said: start one.", "HOST:PORT"),
         Flag("object-store-bytes", "Shared memory of the Ray that is started.", "BYTES", int, OBJECT_STORE_BYTES),

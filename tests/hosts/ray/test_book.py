@@ -3,64 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from polylens.errors import PolylensError
 from polylens.hosts.ray import book as book_module
-from polylens.hosts.ray.book import SILENCE_S, Book
-from polylens.hosts.ray.follower import Follower
+from polylens.hosts.ray.book import SILENCE_S, Book, Kind
 from polylens.hosts.ray.wire import Call
-
-
-def load(name: str, content: str) -> Call:
-    return Call("POST", "/v1/load_lora_adapter", body=json.dumps({"lora_name": name, "content": content}).encode())
-
-
-def unload(name: str) -> Call:
-    return Call("POST", "/v1/unload_lora_adapter", body=json.dumps({"lora_name": name}).encode())
-
-
-class Replica:
-    """A replica whose adapters are a dict, and its follower."""
-
-    def __init__(self, book: Book, name: str, refuses: str = "") -> None:
-        self.adapters: dict[str, str] = {}
-        self.refuses = refuses
-        routes = [
-            Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
-        ]
-        self.follower = Follower(book, name, Starlette(routes=routes))
-        self.task: asyncio.Task[None] | None = None
-
-    async def start(self) -> Replica:
-        await self.follower.catch_up()
-        self.task = asyncio.create_task(self.follower.run())
-        return self
-
-    async def stop(self) -> None:
-        assert self.task is not None
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-
-    async def _load(self, request: Request) -> Response:
-        body = await request.json()
-        await asyncio.sleep(0.01)
-        if body["content"] == self.refuses:
-            return JSONResponse({"error": "no"}, 400)
-        self.adapters[body["lora_name"]] = body["content"]
-        return JSONResponse({})
-
-    async def _unload(self, request: Request) -> Response:
-        body = await request.json()
-        return JSONResponse({}, 200 if self.adapters.pop(body["lora_name"], None) else 404)
+from tests.hosts.ray.dict_replica import Replica, load, unload, until
 
 
 @pytest.fixture(autouse=True)
@@ -72,20 +23,20 @@ def run(main: Any) -> None:
     asyncio.run(asyncio.wait_for(main, 20))
 
 
-async def do(book: Book, name: str, call: Call | None, **more: Any) -> None:
-    await book.done(await book.write(name, call, **more))
+async def do(book: Book, name: str, kind: Kind, call: Call | None = None) -> None:
+    await book.done(await book.write(name, kind, call))
 
 
 def test_a_change_is_done_when_every_replica_has_done_it():
     async def main() -> None:
         book = Book()
         replicas = [await Replica(book, name).start() for name in "abc"]
-        await do(book, "gauges", load("gauges", "1"))
+        await do(book, "gauges", "content", load("gauges", "1"))
         assert [one.adapters for one in replicas] == [{"gauges": "1"}] * 3
-        await do(book, "gauges", load("gauges", "2"))
+        await do(book, "gauges", "content", load("gauges", "2"))
         assert [one.adapters for one in replicas] == [{"gauges": "2"}] * 3
-        await do(book, "gauges", unload("gauges"))
-        await do(book, "gauges", unload("gauges"))  # what is gone already is no failure
+        await do(book, "gauges", "content", unload("gauges"))
+        await do(book, "gauges", "content", unload("gauges"))  # what is gone already is no failure
         assert [one.adapters for one in replicas] == [{}] * 3
         assert not any(one.follower.failure for one in replicas)
         for one in replicas:
@@ -98,9 +49,9 @@ def test_a_replica_that_starts_later_has_all_of_it_before_it_takes_requests():
     async def main() -> None:
         book = Book()
         for content in "12":
-            await do(book, "gauges", load("gauges", content))
-        await do(book, "xray", load("xray", "3"))
-        await do(book, "xray", unload("xray"))
+            await do(book, "gauges", "content", load("gauges", content))
+        await do(book, "xray", "content", load("xray", "3"))
+        await do(book, "xray", "content", unload("xray"))
         late = Replica(book, "late")
         await late.follower.catch_up()
         assert late.adapters == {"gauges": "2"}
@@ -112,12 +63,12 @@ def test_requests_wait_at_a_closed_gate_and_only_for_that_name():
     async def main() -> None:
         book = Book()
         replica = await Replica(book, "a").start()
-        await do(book, "gauges", None, closed=True)
+        await do(book, "gauges", "close")
         await asyncio.wait_for(replica.follower.pass_gate("xray"), 1)
         waiting = asyncio.create_task(replica.follower.pass_gate("gauges"))
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        await do(book, "gauges", None)
+        await do(book, "gauges", "open")
         await asyncio.wait_for(waiting, 1)
         await replica.stop()
 
@@ -129,7 +80,7 @@ def test_a_replica_that_is_gone_is_not_waited_for():
         now = [0.0]
         book = Book(clock=lambda: now[0])
         await (await Replica(book, "dead").start()).stop()
-        number = await book.write("gauges", load("gauges", "1"))
+        number = await book.write("gauges", "content", load("gauges", "1"))
         waiting = asyncio.create_task(book.done(number))
         await asyncio.sleep(0.1)
         assert not waiting.done()
@@ -143,7 +94,7 @@ def test_a_replica_that_cannot_do_what_another_could_says_so():
     async def main() -> None:
         book = Book()
         replica = await Replica(book, "a", refuses="bad").start()
-        await book.write("gauges", load("gauges", "bad"))
+        await book.write("gauges", "content", load("gauges", "bad"))
         assert replica.task is not None
         await replica.task
         assert isinstance(replica.follower.failure, PolylensError)
@@ -152,23 +103,40 @@ def test_a_replica_that_cannot_do_what_another_could_says_so():
     run(main())
 
 
-def test_a_book_that_is_started_anew_learns_from_the_replicas_and_opens_their_gates():
+def test_a_book_that_is_started_anew_learns_from_the_replicas():
     async def main() -> None:
         old, new = Book(), Book()
         replicas = [await Replica(old, name).start() for name in "ab"]
-        await do(old, "gauges", load("gauges", "1"))
-        await do(old, "gauges", None, closed=True)
+        await do(old, "gauges", "content", load("gauges", "1"))
         for one in replicas:
-            one.follower._book = new  # what Ray's handle does when the deployment is there again
-        waiting = asyncio.create_task(replicas[0].follower.pass_gate("gauges"))
-        await asyncio.wait_for(waiting, 2)
-        await new.opened()
-        await do(new, "gauges", load("gauges", "2"))
-        assert [one.adapters for one in replicas] == [{"gauges": "2"}] * 2
+            await one.stop()
+            one.go_on(new)
         late = Replica(new, "late")
-        await late.follower.catch_up()
-        assert late.adapters == {"gauges": "2"}
+        await late.follower.catch_up()  # however early it comes
+        assert late.adapters == {"gauges": "1"}
+        await do(new, "gauges", "content", load("gauges", "2"))
+        assert [one.adapters for one in replicas] == [{"gauges": "2"}] * 2
         for one in replicas:
+            await one.stop()
+
+    run(main())
+
+
+def test_a_replica_that_was_away_while_the_book_was_started_anew_loses_nothing():
+    async def main() -> None:
+        old, new = Book(), Book()
+        away, other = [await Replica(old, name).start() for name in ("away", "other")]
+        for name in ("gauges", "xray", "maps"):
+            await do(old, name, "content", load(name, "1"))
+        for one in (away, other):
+            await one.stop()
+        fresh = await Replica(new, "fresh").start()  # the book has opened by then, and nobody has told it anything
+        await do(new, "gauges", "content", load("gauges", "2"))
+        for one in (away, other):
+            one.go_on(new)
+        whole = {"gauges": "2", "xray": "1", "maps": "1"}
+        await until(lambda: away.adapters == other.adapters == fresh.adapters == whole)
+        for one in (away, other, fresh):
             await one.stop()
 
     run(main())
@@ -178,8 +146,8 @@ def test_what_is_kept_does_not_grow_with_the_number_of_changes():
     async def main() -> None:
         book = Book()
         for turn in range(50):
-            await book.write("gauges", load("gauges", str(turn)))
-            await book.write("gauges", None, closed=turn % 2 == 0)
+            await book.write("gauges", "content", load("gauges", str(turn)))
+            await book.write("gauges", "close" if turn % 2 == 0 else "open")
         assert [change.number for change in book.since(0)] == [99, 100]
         assert book.since(99)[0].number == 100
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from polylens.hosts.ray.affinity import Affinity
 from polylens.hosts.ray.wire import Call, EndedEarlyError, Head, answer, answer_whole, call_of, says_something
 from polylens.server.events import event
 
@@ -121,8 +122,9 @@ def test_an_application_that_breaks_off_is_an_error():
 def test_keys_and_cookies_do_not_reach_replicas():
     headers = [(b"content-type", b"a/b"), (b"authorization", b"Bearer x"), (b"cookie", b"y")]
     request = Request({"type": "http", "method": "POST", "path": "/p", "query_string": b"q", "headers": headers})
-    assert call_of(request, b"body", "gauges") == Call(
-        "POST", "/p", b"q", ((b"content-type", b"a/b"),), b"body", "gauges"
+    affinity = Affinity("gauges", "a picture")
+    assert call_of(request, b"body", affinity) == Call(
+        "POST", "/p", b"q", ((b"content-type", b"a/b"),), b"body", affinity
     )
 
 

@@ -29,14 +29,18 @@ class Affinity:
     media: str = ""
 
 
+NOTHING = Affinity()
+"""Of a request that shares nothing."""
+
+
 def affinity_of(raw: bytes, options: ServerOptions) -> Affinity:
     """What the body of a request shares with others. Never raises: what is wrong with it, its replica will say."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
-        return Affinity()
+        return NOTHING
     if not isinstance(body, dict):
-        return Affinity()
+        return NOTHING
     model, media = body.get("model"), _media(body.get("messages"))
     if not isinstance(model, str):
         return Affinity(media=_digest(media))
@@ -84,7 +88,7 @@ def ranked(affinity: Affinity, replicas: Mapping[Replica, int], holders: Collect
         key = f"{affinity.adapter}/{affinity.media}" if holds else affinity.adapter
         return replicas[replica] > limit, not holds, weight(key, str(replica))
 
-    if affinity == Affinity():
+    if affinity == NOTHING:
         return sorted(replicas, key=lambda replica: replicas[replica])
     return sorted(replicas, key=place)
 

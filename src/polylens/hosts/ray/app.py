@@ -11,7 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from polylens.hosts.ray.desk import Desk
 from polylens.hosts.ray.engine import EngineReplica
 from polylens.hosts.ray.ingress import Ingress
-from polylens.hosts.ray.router import AffinityRouter
+from polylens.hosts.ray.router import ROUTERS
 from polylens.hosts.ray.settings import Settings
 
 ENGINE = "Engine"
@@ -40,9 +40,6 @@ def application(settings: Settings) -> Application:
 
 
 def _engine(settings: Settings) -> Any:
-    routing = {}
-    if settings.routing == "affinity":
-        routing["request_router_config"] = RequestRouterConfig(request_router_class=AffinityRouter)
     return serve.deployment(
         EngineReplica,
         name=ENGINE,
@@ -52,8 +49,14 @@ def _engine(settings: Settings) -> Any:
         graceful_shutdown_timeout_s=settings.server.drain_s,
         health_check_period_s=HEALTH_PERIOD_S,
         **_number(settings),
-        **routing,
+        **_routing(settings),
     )
+
+
+def _routing(settings: Settings) -> dict[str, Any]:
+    """How a replica is chosen; nothing for Ray's own way."""
+    router = ROUTERS.get(settings.routing)
+    return {} if router is None else {"request_router_config": RequestRouterConfig(request_router_class=router)}
 
 
 def _number(settings: Settings) -> dict[str, Any]:

@@ -5,14 +5,15 @@ again, which says that it has done it. A change counts as done when every replic
 it, so that no request after the answer meets the old content. A replica that starts follows from 0 before it takes
 requests. What is kept is the newest change of each name, not the history.
 
-A book that is started anew knows nothing; what it knew is in the replicas, which give it back. Until they had time to,
-it takes no changes.
+A book that is started anew is another edition and knows nothing; what the last one knew is in the replicas, which give
+it back. Until they had time to, it takes no changes, and lets no new replica begin.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -25,25 +26,26 @@ POLL_S = 2.0
 SILENCE_S = 10.0
 """A replica not heard of for so long is gone, and not waited for: several polls, and a stalled interpreter."""
 
+Kind = Literal["close", "content", "open"]
 Key = tuple[str, Literal["content", "gate"]]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a name means from now on. call: the load or unload that makes it so; None opens or closes the gate.
+    """What a name means from now on.
 
-    closed: new requests for the name wait until the gate is opened, so that none begins with the new content where
-    another still begins with the old.
+    "close": new requests for the name wait, so that none begins with the new content where another still begins with
+    the old; `call` is the load or unload that is coming. "content": do that. "open": requests go on.
     """
 
     number: int
     name: str
-    call: Call | None
-    closed: bool = False
+    kind: Kind
+    call: Call | None = None
 
     @property
     def key(self) -> Key:
-        return self.name, "gate" if self.call is None else "content"
+        return self.name, "content" if self.kind == "content" else "gate"
 
 
 class Book:
@@ -52,8 +54,11 @@ class Book:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._opens_at = clock() + 2 * POLL_S
+        self._edition = uuid.uuid4().hex
         self._newest: dict[Key, Change] = {}
         self._number = 0
+        self._taken: int | None = None
+        """The last number of the edition before, once changes of this one follow it."""
         self._heard: dict[str, tuple[int, float]] = {}
         """Replica -> the change it has come to, and when it said so."""
         self._news = asyncio.Condition()
@@ -67,12 +72,16 @@ class Book:
         """The changes after `number`, in order."""
         return sorted((one for one in self._newest.values() if one.number > number), key=lambda one: one.number)
 
-    async def follow(self, replica: str, number: int) -> list[Change] | None:
+    def interrupted(self) -> list[Change]:
+        """The gates that are closed."""
+        return [change for change in self.since(0) if change.kind == "close"]
+
+    async def follow(self, replica: str, edition: str, number: int) -> list[Change] | None:
         """`replica` has done everything up to `number`: what comes next, after POLL_S at the latest, or nothing.
 
-        None: the book is behind, and must be given what the replica knows (`restore`).
+        None: it followed another edition, or none, and must say what it knows (`restore`).
         """
-        if number > self._number:
+        if edition != self._edition:
             return None
         async with self._news:
             self._heard[replica] = number, self._clock()
@@ -81,29 +90,40 @@ class Book:
                 await self._wait(lambda: number < self._number, POLL_S)
             return self.since(number)
 
-    def leave(self, replica: str) -> None:
-        """`replica` is being stopped: it is not waited for any more."""
-        self._heard.pop(replica, None)
+    async def restore(self, number: int, known: Mapping[Key, Change]) -> tuple[str, int]:
+        """Take over what a replica knows that has done everything up to `number` of the edition before.
 
-    async def restore(self, known: Mapping[Key, Change]) -> None:
-        """Take over what a replica knows, if that is more. Gates that a lost change left closed are opened."""
-        newest = max((change.number for change in known.values()), default=0)
-        if newest <= self._number:
-            return
-        self._newest, self._number = dict(known), newest
-        for change in self.since(0):
-            if change.closed:
-                await self.write(change.name, None)
+        Returns this edition, and the number from which the replica is to follow it. A replica that knows nothing has
+        to wait for those that do.
+        """
+        if not known:
+            await self.opened()
+        for change in sorted(known.values(), key=lambda one: one.number):
+            await self._take(change)
+        return self._edition, number if self._taken is None else min(number, self._taken)
+
+    async def _take(self, change: Change) -> None:
+        mine = self._newest.get(change.key)
+        if self._taken is None:
+            if mine is None or mine.number < change.number:
+                self._newest[change.key] = change
+            self._number = max(self._number, change.number)
+        elif mine is None or change.kind == "close":
+            # Of a replica that was away: the others hear of it as of a new change. A gate that only it has closed is
+            # closed for all, and what was to happen then is done again.
+            await self.write(change.name, change.kind, change.call)
 
     async def opened(self) -> None:
         """Wait until changes are taken: every replica there is has had the time to be heard."""
         await asyncio.sleep(max(self._opens_at - self._clock(), 0))
 
-    async def write(self, name: str, call: Call | None, *, closed: bool = False) -> int:
+    async def write(self, name: str, kind: Kind, call: Call | None = None) -> int:
         """Add a change; its number."""
         async with self._news:
+            if self._taken is None:
+                self._taken = self._number
             self._number += 1
-            change = Change(self._number, name, call, closed)
+            change = Change(self._number, name, kind, call)
             self._newest[change.key] = change
             self._news.notify_all()
             return self._number

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from polylens.errors import PolylensError, UnknownAdapterError
+from polylens.errors import UnknownAdapterError
 from polylens.hosts.ray.follower import Follower
 from polylens.hosts.ray.loopback import stay_on_loopback
+from polylens.hosts.ray.losses import ReplicaUnfitError
 from polylens.hosts.ray.wire import answer, answer_whole
 from polylens.models.loading import load_model
 from polylens.server.app import build_app
@@ -29,21 +30,17 @@ if TYPE_CHECKING:
     from polylens.server.options import ServerOptions
 
 
-class ReplicaUnfitError(PolylensError):
-    """This replica cannot answer any more, and is about to be replaced: another one may."""
-
-
 class RemoteBook:
     """The book of adapters, behind a handle of Ray's."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def follow(self, replica: str, number: int) -> Any:
-        return await self._handle.follow.remote(replica, number)
+    async def follow(self, replica: str, edition: str, number: int) -> Any:
+        return await self._handle.follow.remote(replica, edition, number)
 
-    async def restore(self, known: Any) -> None:
-        await self._handle.restore.remote(known)
+    async def restore(self, number: int, known: Any) -> Any:
+        return await self._handle.restore.remote(number, known)
 
 
 class EngineReplica:
@@ -62,9 +59,10 @@ class EngineReplica:
     async def answer(self, call: Call) -> AsyncGenerator[Head | bytes]:
         """The application's answer. Raises ReplicaUnfitError if another replica had better be asked."""
         self._check_fit()
-        await self._follower.pass_gate(call.adapter)
-        if self._knows(call.adapter):
-            await self._holding(call.adapter)
+        adapter = call.affinity.adapter
+        await self._follower.pass_gate(adapter)
+        if self._knows(adapter):
+            await self._holding(adapter)
         async with aclosing(answer(self._app, call)) as pieces:
             async for piece in pieces:
                 yield piece

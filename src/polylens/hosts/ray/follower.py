@@ -29,9 +29,9 @@ NOT_FOUND = 404
 class BookClient(Protocol):
     """The book as replicas reach it."""
 
-    async def follow(self, replica: str, number: int) -> list[Change] | None: ...
+    async def follow(self, replica: str, edition: str, number: int) -> list[Change] | None: ...
 
-    async def restore(self, known: Mapping[Key, Change]) -> None: ...
+    async def restore(self, number: int, known: Mapping[Key, Change]) -> tuple[str, int]: ...
 
 
 class Follower:
@@ -42,7 +42,7 @@ class Follower:
         self._replica = replica
         self._app = app
         self._known: dict[Key, Change] = {}
-        self._number = 0
+        self._edition, self._number = "", 0
         self._closed: dict[str, asyncio.Event] = {}
         self.failure: PolylensError | None = None
         """The change this replica could not do although another could: it must not go on."""
@@ -71,9 +71,9 @@ class Follower:
 
     async def _turn(self) -> bool:
         """Ask once, and do what comes; whether something came."""
-        changes = await self._book.follow(self._replica, self._number)
+        changes = await self._book.follow(self._replica, self._edition, self._number)
         if changes is None:
-            await self._book.restore(self._known)
+            self._edition, self._number = await self._book.restore(self._number, self._known)
             return True
         for change in changes:
             await self._do(change)
@@ -82,12 +82,13 @@ class Follower:
         return bool(changes)
 
     async def _do(self, change: Change) -> None:
-        if change.call is not None:
-            await self._call(change.call)
-        elif change.closed:
+        if change.kind == "close":
             self._closed.setdefault(change.name, asyncio.Event())
-        elif gate := self._closed.pop(change.name, None):
-            gate.set()
+        elif change.kind == "open":
+            if gate := self._closed.pop(change.name, None):
+                gate.set()
+        elif change.call is not None:
+            await self._call(change.call)
 
     async def _call(self, call: Call) -> None:
         head = await answer_whole(self._app, call)

@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.exceptions import RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from polylens import __version__
 from polylens.errors import DeadlineError, InternalError, QueueFullError
-from polylens.hosts.ray.affinity import Affinity, affinity_of
-from polylens.hosts.ray.engine import ReplicaUnfitError
+from polylens.hosts.ray.affinity import affinity_of
 from polylens.hosts.ray.loopback import stay_on_loopback
+from polylens.hosts.ray.losses import ATTEMPTS, LOST
 from polylens.hosts.ray.overview import joined_metrics, joined_stats
 from polylens.hosts.ray.wire import call_of
 from polylens.server.adapter_paths import check_loading
@@ -41,12 +41,6 @@ if TYPE_CHECKING:
     from polylens.hosts.ray.wire import Call, Head
 
 log = logging.getLogger(__name__)
-
-LOST = (RayActorError, ReplicaUnavailableError, ReplicaUnfitError)
-"""What says that a replica is gone, or going, and not that something is wrong with the request."""
-
-ATTEMPTS = 4
-"""Replicas asked in turn before the client is told: a request that kills what answers it must not kill them all."""
 
 OVERVIEW_S = 5.0
 """Longest wait for what all replicas say of themselves."""
@@ -81,8 +75,8 @@ class RemoteService:
     def __init__(self, settings: Settings, engine: DeploymentHandle, desk: DeploymentHandle) -> None:
         self.options = settings.server
         self.metrics: ErrorCount = Uncounted()
-        self._affine = settings.routing == "affinity"
         self._engine = engine
+        self._answering = engine.options(stream=True)
         self._desk = desk
         self._bodies = BodyReader(settings.server.max_body_bytes)
 
@@ -112,8 +106,8 @@ class RemoteService:
         with ExitStack() as holding:
             body = await self._bodies.receive(request, holding)
             affinity = await off_loop_if_large(lambda body: affinity_of(body, self.options), body)
-            call = call_of(request, body, affinity.adapter)
-            head, passing = await unless_disconnected(request.receive, self._first_piece(call, affinity))
+            call = call_of(request, body, affinity)
+            head, passing = await unless_disconnected(request.receive, self._first_piece(call))
             if head.whole:
                 return _response(head)
             response = EventStream(_events(head, passing), [passing])  # type: ignore[list-item]  # it has an abort
@@ -121,12 +115,12 @@ class RemoteService:
             response.at_end(holding.pop_all().close)
             return response
 
-    async def _first_piece(self, call: Call, affinity: Affinity) -> tuple[Head, Passing]:
+    async def _first_piece(self, call: Call) -> tuple[Head, Passing]:
         """The beginning of the answer, of whichever replica gives one."""
         try:
             async with asyncio.timeout(self.options.deadline_s):
                 for _ in range(ATTEMPTS):
-                    passing = Passing(self._ask(call, affinity))
+                    passing = Passing(self._answering.answer.remote(call))
                     try:
                         return await anext(passing.pieces), passing
                     except LOST as error:
@@ -141,12 +135,6 @@ class RemoteService:
         except RayTaskError as error:
             raise _internal(error) from error
         raise HTTPError(503, f"{ATTEMPTS} replicas were lost answering this; try again later", code="replica_lost")
-
-    def _ask(self, call: Call, affinity: Affinity) -> Any:
-        if not self._affine:
-            return self._engine.options(stream=True).answer.remote(call)
-        handle = self._engine.options(stream=True, multiplexed_model_id=affinity.adapter, session_id=affinity.media)
-        return handle.answer.remote(call)
 
     # ---- done by all replicas
 
@@ -164,6 +152,9 @@ class RemoteService:
             body = await self._bodies.receive(request, holding)
             try:
                 return _response(await self._desk.change.remote(call_of(request, body)))
+            except LOST as error:
+                log.warning("a change of adapters was interrupted: %s", type(error).__name__)
+                raise HTTPError(503, "the change was interrupted; ask again", code="replica_lost") from error
             except RayTaskError as error:
                 raise _internal(error) from error
 

@@ -32,9 +32,9 @@ class Settings:
 
     replicas: engines; with `max_replicas`, the fewest, and Ray adds and removes some so that each has about
     `target_requests` in flight. ingresses: processes that receive requests. adapters: loaded at the start, name ->
-    path. lazy: read when first asked for. cpus, gpus: of one replica, as Ray counts them. routing: "balanced" sends
-    requests to the shortest queue, whatever is where (to compare with). chat_template: its text. generation_config:
-    as the server's flag.
+    path. lazy: read when first asked for. cpus, gpus: of one replica, as Ray counts them. routing: to compare with,
+    "balanced" sends requests to the shortest queue and "random" anywhere, whatever is where. chat_template: its text.
+    generation_config: as the server's flag.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Settings:
     adapters_per_replica: int = ADAPTERS_PER_REPLICA
     cpus: float = 1.0
     gpus: float = 0.0
-    routing: Literal["affinity", "balanced"] = "affinity"
+    routing: Literal["affinity", "balanced", "random"] = "affinity"
     max_queue: int = MAX_QUEUE
     chat_template: str | None = None
     generation_config: str = "auto"

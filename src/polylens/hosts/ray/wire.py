@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polylens.errors import InternalError
+from polylens.hosts.ray.affinity import NOTHING, Affinity
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, MutableMapping
@@ -29,14 +30,14 @@ PASSED_ON = frozenset({b"content-type", b"accept"})
 
 @dataclass(frozen=True)
 class Call:
-    """A request. adapter: the one it names, as far as the ingress can tell ("" for none)."""
+    """A request. affinity: what it shares with others, as far as the ingress can tell."""
 
     method: str
     path: str
     query: bytes = b""
     headers: Headers = ()
     body: bytes = b""
-    adapter: str = ""
+    affinity: Affinity = NOTHING
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Head:
         return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in self.headers)
 
 
-def call_of(request: Request, body: bytes, adapter: str = "") -> Call:
+def call_of(request: Request, body: bytes, affinity: Affinity = NOTHING) -> Call:
     """The call that passes a request on."""
     headers = tuple((name, value) for name, value in request.headers.raw if name in PASSED_ON)
     path, query = request.scope["path"], request.scope.get("query_string", b"")
-    return Call(request.method, path, query, headers, body, adapter)
+    return Call(request.method, path, query, headers, body, affinity)
 
 
 class EndedEarlyError(InternalError):
