@@ -90,6 +90,38 @@ def test_a_replica_that_is_gone_is_not_waited_for():
     run(main())
 
 
+def test_replicas_that_fail_to_start_hold_nobody_up():
+    async def main() -> None:
+        book = Book()
+        running = await Replica(book, "running").start()
+        await do(book, "gauges", "content", load("gauges", "gone"))  # what is loaded, and has left the disk since
+        await do(book, "xray", "content", load("xray", "1"))
+        with pytest.raises(PolylensError, match="no"):
+            await Replica(book, "fails", refuses="gone").follower.catch_up()
+        await asyncio.wait_for(do(book, "gauges", "content", unload("gauges")), 2)
+        assert running.adapters == {"xray": "1"}
+        await running.stop()
+
+    run(main())
+
+
+def test_a_replica_is_waited_for_from_when_it_may_take_requests():
+    async def main() -> None:
+        book = Book()
+        await do(book, "gauges", "content", load("gauges", "1"))
+        late = Replica(book, "late")
+        await late.follower.catch_up()
+        waiting = asyncio.create_task(do(book, "gauges", "content", load("gauges", "2")))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        late.go_on()
+        await asyncio.wait_for(waiting, 2)
+        assert late.adapters == {"gauges": "2"}
+        await late.stop()
+
+    run(main())
+
+
 def test_a_replica_that_cannot_do_what_another_could_says_so():
     async def main() -> None:
         book = Book()
@@ -111,11 +143,10 @@ def test_a_book_that_is_started_anew_learns_from_the_replicas():
         for one in replicas:
             await one.stop()
             one.go_on(new)
-        late = Replica(new, "late")
-        await late.follower.catch_up()  # however early it comes
-        assert late.adapters == {"gauges": "1"}
+        replicas.append(await Replica(new, "late").start())  # however early it comes
+        assert replicas[2].adapters == {"gauges": "1"}
         await do(new, "gauges", "content", load("gauges", "2"))
-        assert [one.adapters for one in replicas] == [{"gauges": "2"}] * 2
+        assert [one.adapters for one in replicas] == [{"gauges": "2"}] * 3
         for one in replicas:
             await one.stop()
 

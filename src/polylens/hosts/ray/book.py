@@ -76,16 +76,18 @@ class Book:
         """The gates that are closed."""
         return [change for change in self.since(0) if change.kind == "close"]
 
-    async def follow(self, replica: str, edition: str, number: int) -> list[Change] | None:
+    async def follow(self, replica: str, edition: str, number: int, *, serving: bool) -> list[Change] | None:
         """`replica` has done everything up to `number`: what comes next, after POLL_S at the latest, or nothing.
 
-        None: it followed another edition, or none, and must say what it knows (`restore`).
+        None: it followed another edition, or none, and must say what it knows (`restore`). serving: it takes requests.
+        One that does not is waited for from when it has done everything, and not before: it may never come so far.
         """
         if edition != self._edition:
             return None
         async with self._news:
-            self._heard[replica] = number, self._clock()
-            self._news.notify_all()
+            if serving or number == self._number:
+                self._heard[replica] = number, self._clock()
+                self._news.notify_all()
             if number == self._number:
                 await self._wait(lambda: number < self._number, POLL_S)
             return self.since(number)

@@ -30,9 +30,9 @@ class Changes:
         self._turn = asyncio.Lock()
         self._taking_over = asyncio.ensure_future(self._take_over())
 
-    async def follow(self, replica: str, edition: str, number: int) -> list[Change] | None:
+    async def follow(self, replica: str, edition: str, number: int, *, serving: bool) -> list[Change] | None:
         """As Book.follow."""
-        return await self._book.follow(replica, edition, number)
+        return await self._book.follow(replica, edition, number, serving=serving)
 
     async def restore(self, number: int, known: Mapping[Key, Change]) -> tuple[str, int]:
         """As Book.restore."""

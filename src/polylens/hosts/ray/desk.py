@@ -31,8 +31,8 @@ class Desk:
         self._engine: Any = None
         self._changes = Changes(Book(), self._attempt)
 
-    async def follow(self, replica: str, edition: str, number: int) -> list[Change] | None:
-        return await self._changes.follow(replica, edition, number)
+    async def follow(self, replica: str, edition: str, number: int, *, serving: bool) -> list[Change] | None:
+        return await self._changes.follow(replica, edition, number, serving=serving)
 
     async def restore(self, number: int, known: Mapping[Key, Change]) -> tuple[str, int]:
         return await self._changes.restore(number, known)

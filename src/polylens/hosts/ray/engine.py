@@ -36,8 +36,8 @@ class RemoteBook:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def follow(self, replica: str, edition: str, number: int) -> Any:
-        return await self._handle.follow.remote(replica, edition, number)
+    async def follow(self, replica: str, edition: str, number: int, *, serving: bool) -> Any:
+        return await self._handle.follow.remote(replica, edition, number, serving=serving)
 
     async def restore(self, number: int, known: Any) -> Any:
         return await self._handle.restore.remote(number, known)

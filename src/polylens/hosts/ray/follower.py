@@ -29,7 +29,7 @@ NOT_FOUND = 404
 class BookClient(Protocol):
     """The book as replicas reach it."""
 
-    async def follow(self, replica: str, edition: str, number: int) -> list[Change] | None: ...
+    async def follow(self, replica: str, edition: str, number: int, *, serving: bool) -> list[Change] | None: ...
 
     async def restore(self, number: int, known: Mapping[Key, Change]) -> tuple[str, int]: ...
 
@@ -43,6 +43,7 @@ class Follower:
         self._app = app
         self._known: dict[Key, Change] = {}
         self._edition, self._number = "", 0
+        self._serving = False
         self._closed: dict[str, asyncio.Event] = {}
         self.failure: PolylensError | None = None
         """The change this replica could not do although another could: it must not go on."""
@@ -51,6 +52,7 @@ class Follower:
         """Do all changes there are. Raises what the book or a change raises."""
         while await self._turn():
             pass
+        self._serving = True
 
     async def run(self) -> None:
         """Follow until cancelled, or until a change fails (see `failure`). Waits for a book that is away."""
@@ -71,7 +73,7 @@ class Follower:
 
     async def _turn(self) -> bool:
         """Ask once, and do what comes; whether something came."""
-        changes = await self._book.follow(self._replica, self._edition, self._number)
+        changes = await self._book.follow(self._replica, self._edition, self._number, serving=self._serving)
         if changes is None:
             self._edition, self._number = await self._book.restore(self._number, self._known)
             return True
