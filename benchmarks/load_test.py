@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +75,14 @@ class Tally:
     first_token_s: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
     """Of the process, at the beginning, after each of MEMORY_PARTS equal parts of the requests, and at the end."""
+
+
+class CutError(Exception):
+    """A stream ended with an error event. begun: after some text."""
+
+    def __init__(self, code: str, *, begun: bool) -> None:
+        super().__init__(f"a stream ended with {code!r}, {'after' if begun else 'before'} its first text")
+        self.code, self.begun = code, begun
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ async def streamed(
                 continue
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
-                raise RuntimeError(event["error"]["message"])
+                raise CutError(event["error"]["code"], begun=bool(tokens))
             new = tokens_of(event["choices"][0]["logprobs"])
             if new and not tokens:
                 tally.first_token_s.append(time.monotonic() - began)
@@ -225,8 +233,8 @@ async def change(http: httpx.AsyncClient, what: str, **asked: Any) -> None:
         raise RuntimeError(f"{what} of {asked}: {answer.text}")
 
 
-async def run(url: str, load: Load) -> tuple[Tally, float]:
-    """The tally, and how long it took."""
+async def run(url: str, load: Load, meanwhile: Callable[[], Awaitable[None]] | None = None) -> tuple[Tally, float]:
+    """The tally, and how long it took. `meanwhile` is done once, when a third of the requests have ended."""
     limits = httpx.Limits(max_connections=load.num_clients + 8)
     async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as http:
         alone = await ask_alone(http, load)
@@ -235,12 +243,18 @@ async def run(url: str, load: Load) -> tuple[Tally, float]:
         began, over = time.monotonic(), asyncio.Event()
         changes = asyncio.create_task(keep_changing(http, load, over))
         clients = [client(http, load, alone, tally, left, number) for number in range(load.num_clients)]
-        await asyncio.gather(*clients)
+        await asyncio.gather(*clients, *([] if meanwhile is None else [when_a_third_has_ended(tally, load, meanwhile)]))
         seconds = time.monotonic() - began
         over.set()
         tally.ends["loads"] = await changes
         await change(http, "unload", lora_name="swing")
     return tally, seconds
+
+
+async def when_a_third_has_ended(tally: Tally, load: Load, act: Callable[[], Awaitable[None]]) -> None:
+    while tally.ends.total() < load.num_requests // 3:
+        await asyncio.sleep(0.01)
+    await act()
 
 
 async def keep_changing(http: httpx.AsyncClient, load: Load, over: asyncio.Event) -> int:
@@ -294,6 +308,11 @@ async def one_request(
         tally.ends["away" if away else f"status {status}"] += 1
         if not away:
             tally.wrong.append(f"{name}: status {status}")
+        return
+    except CutError as error:
+        tally.ends["cut"] += 1
+        if error.code != "replica_lost" or not error.begun:
+            tally.wrong.append(f"{name}: {error}")
         return
     if leave_after is not None:
         tally.ends["left"] += 1

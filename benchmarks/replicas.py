@@ -4,10 +4,11 @@
 the demo's model, all on this machine and its loopback. Needs `pip install polylens[ray]`. Prints one JSON line for each
 measurement; exit code 1 if an answer was wrong or lost.
 
-load: the load test of the server (benchmarks/load_test.py) through the ingress of two replicas. throughput: plain
-requests to one process without Ray, one replica, two replicas. affinity: hit rates where each replica has room for
-half of the adapters and pictures, by routing. kill: a replica is killed while clients ask. rolling: the application is
-deployed anew while clients ask. scale: clients ask until a second replica has been added.
+load: the load test of the server (benchmarks/load_test.py) through the ingress of two replicas, the busier of which is
+killed meanwhile. throughput: plain requests to one process without Ray, one replica, two replicas. affinity: hit rates
+where each replica has room for half of the adapters and pictures, by routing. kill: a replica is killed while clients
+ask for longer answers. rolling: the application is deployed anew while clients ask. scale: clients ask until a second
+replica has been added, and on until it has been taken away. More in benchmarks/replica_checks.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 from benchmarks.load_test import (
@@ -44,6 +46,7 @@ from benchmarks.load_test import (
 
 from polylens.config import EngineConfig
 from polylens.demo import data
+from polylens.engine.compare import MAX_TIE_FRACTION
 from polylens.hosts.ray.deploy import APPLICATION, Cluster, begin
 from polylens.hosts.ray.settings import Settings
 from polylens.server.options import AdapterPolicy, ServerOptions
@@ -54,24 +57,24 @@ OBJECT_STORE_BYTES = 80 << 20
 """Ray's least is 75 MiB."""
 
 
-def settings(replicas: int, adapters: Mapping[str, Path], root: Path, **engine: Any) -> Settings:
+def settings(replicas: int, adapters: Mapping[str, Path], root: Path, cpus: float = 0.5, **engine: Any) -> Settings:
     return Settings(
         str(data.model_path()),
         replicas=replicas,
         adapters={name: str(path) for name, path in adapters.items()},
-        cpus=0.5,
+        cpus=cpus,
         engine=EngineConfig(dtype="float32", **{"kv_bytes": KV_BYTES, "vision_cache_bytes": 16 << 20, **engine}),
         server=ServerOptions((MODEL,), adapters=AdapterPolicy(loading=True, root=root), drain_s=20.0),
     )
 
 
 @contextmanager
-def deployed(wanted: Settings) -> Iterator[str]:
-    """A Ray of our own with the application; all of it has ended afterwards."""
+def deployed(wanted: Settings, address: str | None = None) -> Iterator[str]:
+    """The application, on a Ray of its own unless `address` is one's; all of it has ended afterwards."""
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
-    begin(wanted, Cluster(object_store_bytes=OBJECT_STORE_BYTES), "127.0.0.1", port)
+    begin(wanted, Cluster(address, OBJECT_STORE_BYTES), "127.0.0.1", port)
     import ray  # not before: it reads then which addresses it is to use
     from ray import serve
 
@@ -198,16 +201,23 @@ def counter(url: str, name: str) -> float:
 
 
 def load_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
-    """The server's load test through the ingress."""
+    """The server's load test through the ingress, and a replica that is killed meanwhile."""
     mine, guest, swing = prepare(data.adapter_paths(), root)
     work = Load(list(mine), pictures(1), data.PROMPT, clients, requests, guest, swing)
+    killed: list[str] = []
     with deployed(settings(2, mine, root)) as url:
-        tally, seconds = asyncio.run(run(url, work))
-        running = stats(url)["in_flight"]
-    return [load_row(tally, seconds, requests, running)]
+
+        async def kill() -> None:
+            killed.append(await asyncio.to_thread(kill_one, url))
+
+        tally, seconds = asyncio.run(run(url, work, kill))
+        names = until_replicas(url, 2)
+        time.sleep(0.5)  # stats are a moment old
+        left = sum(one["in_flight"] + one["kv_pages_used"] for one in stats(url)["replicas"].values())
+    return [{**load_row(tally, seconds, requests, left), "killed": killed, "replicas_afterwards": names}]
 
 
-def load_row(tally: Tally, seconds: float, requests: int, running: int) -> dict[str, Any]:
+def load_row(tally: Tally, seconds: float, requests: int, left_behind: int) -> dict[str, Any]:
     ends = sum(count for end, count in tally.ends.items() if end != "loads")
     return {
         "case": "load",
@@ -217,9 +227,12 @@ def load_row(tally: Tally, seconds: float, requests: int, running: int) -> dict[
         "ties": tally.ties,
         "wrong": tally.wrong[:10],
         "lost": requests - ends,
-        "left_running": running,
+        "left_behind": left_behind,
         "requests_per_s": round(ends / seconds, 2),
-        "ok": not tally.wrong and ends == requests and not running,
+        "ok": not tally.wrong
+        and ends == requests
+        and not left_behind
+        and tally.ties <= MAX_TIE_FRACTION * tally.compared,
     }
 
 
@@ -247,7 +260,7 @@ def _throughput(what: str, crowd: Crowd) -> dict[str, Any]:
         return await crowd.ask(await crowd.right_answers())
 
     asked = asyncio.run(main())
-    return {**_row("throughput", asked), "server": what}
+    return {**row("throughput", asked), "server": what}
 
 
 def affinity_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
@@ -256,7 +269,7 @@ def affinity_case(root: Path, clients: int, requests: int) -> list[dict[str, Any
     work = Load(list(mine), pictures(3), data.PROMPT, clients, requests, root, swing)
     room = {"adapter_device_bytes": 3_000_000, "adapter_host_bytes": 0, "vision_cache_bytes": 600_000}
     rows = []
-    for routing in ("affinity", "balanced"):
+    for routing in ("affinity", "balanced", "random"):
         wanted = settings(2, mine, root, prefix_cache=False, **room)
         wanted = dataclasses.replace(wanted, routing=routing, adapters_per_replica=6)  # type: ignore[arg-type]
         with deployed(wanted) as url:
@@ -271,7 +284,7 @@ def _affinity(crowd: Crowd) -> dict[str, Any]:
     hits, misses, moves = (now - then for now, then in zip(_counts(crowd.url), before, strict=True))
     each = [one["vision_hits"] + one["vision_misses"] for one in stats(crowd.url)["replicas"].values()]
     return {
-        **_row("affinity", asked),
+        **row("affinity", asked),
         "picture_hits": round(hits / (hits + misses), 3),
         "adapters_brought_in": int(moves),
         "adapter_hits": round(1 - moves / crowd.load.num_requests, 3),
@@ -302,7 +315,7 @@ def kill_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
 
         asked = asyncio.run(main())
         names = until_replicas(url, 2)
-    return [{**_row("kill", asked), "killed": killed, "replicas_afterwards": names}]
+    return [{**row("kill", asked, cut=True), "killed": killed, "replicas_afterwards": names}]
 
 
 def kill_one(url: str) -> str:
@@ -333,20 +346,41 @@ def kill_desk() -> None:
 
 
 def scale_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
-    """Clients ask, `requests` at a time, until a second replica is there or two minutes are over."""
+    """Clients ask, `requests` at a time, until there are two replicas; then one at a time, until there is one."""
     adapters = data.adapter_paths()
     work = Load(list(adapters), pictures(1), data.PROMPT, clients, requests, root, (root, root))
     wanted = dataclasses.replace(settings(1, adapters, root), max_replicas=2, target_requests=2)
-    with deployed(wanted) as url:
-        crowd, asked, began = Crowd(url, work), Asked(), time.monotonic()
-        right = asyncio.run(crowd.right_answers())
-        while len(stats(url)["replicas"]) < 2 and time.monotonic() - began < 120:
-            more = asyncio.run(crowd.ask(right))
-            asked.ends += more.ends
-            asked.seconds += more.seconds
-            asked.slowest_s = max(asked.slowest_s, more.slowest_s)
-        replicas = len(stats(url)["replicas"])
-    return [{**_row("scale", asked), "replicas_afterwards": replicas}]
+    with taken_away_after(5.0), deployed(wanted) as url:
+        right = asyncio.run(Crowd(url, work).right_answers())
+        few = dataclasses.replace(work, num_clients=1)
+        return [_until(2, Crowd(url, work), right), _until(1, Crowd(url, few), right)]
+
+
+@contextmanager
+def taken_away_after(delay_s: float) -> Iterator[None]:
+    """Have Ray take replicas away sooner than after its ten minutes."""
+    from polylens.hosts.ray import app
+
+    number = app._number
+
+    def sooner(settings: Settings) -> dict[str, Any]:
+        wanted = number(settings)
+        wanted["autoscaling_config"]["downscale_delay_s"] = delay_s
+        return wanted
+
+    with mock.patch.object(app, "_number", sooner):
+        yield
+
+
+def _until(replicas: int, crowd: Crowd, right: Mapping[tuple[str, int], list[Any]]) -> dict[str, Any]:
+    """Ask until there are so many replicas, or two minutes are over."""
+    asked, began = Asked(), time.monotonic()
+    while (there := len(stats(crowd.url)["replicas"])) != replicas and time.monotonic() - began < 120:
+        more = asyncio.run(crowd.ask(right))
+        asked.ends += more.ends
+        asked.seconds += more.seconds
+        asked.slowest_s = max(asked.slowest_s, more.slowest_s)
+    return {**row("scale", asked), "clients": crowd.load.num_clients, "replicas_afterwards": there}
 
 
 def rolling_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]]:
@@ -369,10 +403,11 @@ def rolling_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]
 
         asked = asyncio.run(main())
         kept = before & set(stats(url)["replicas"])
-    return [{**_row("rolling", asked), "replicas_kept": len(kept)}]
+    return [{**row("rolling", asked), "replicas_kept": len(kept)}]
 
 
-def _row(case: str, asked: Asked) -> dict[str, Any]:
+def row(case: str, asked: Asked, *, cut: bool = False) -> dict[str, Any]:
+    """What to print. cut: streams may have been."""
     total = sum(asked.ends.values())
     return {
         "case": case,
@@ -380,7 +415,7 @@ def _row(case: str, asked: Asked) -> dict[str, Any]:
         "ends": dict(asked.ends),
         "requests_per_s": round(total / asked.seconds, 2),
         "slowest_s": round(asked.slowest_s, 2),
-        "ok": not asked.ends.keys() - ({"right", "cut"} if case == "kill" else {"right"}),
+        "ok": not asked.ends.keys() - ({"right", "cut"} if cut else {"right"}),
     }
 
 
@@ -394,20 +429,21 @@ CASES = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="+", choices=CASES)
+def main(description: str | None, cases: Mapping[str, Callable[[Path, int, int], list[dict[str, Any]]]]) -> int:
+    """The command line: cases, and how much of them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="+", choices=cases)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=600)
     arguments = parser.parse_args()
     good = True
     for case in arguments.case:
         with tempfile.TemporaryDirectory() as folder:
-            for row in CASES[case](Path(folder), arguments.clients, arguments.requests):
-                print(json.dumps(row), flush=True)
-                good = good and row["ok"]
+            for found in cases[case](Path(folder), arguments.clients, arguments.requests):
+                print(json.dumps(found), flush=True)
+                good = good and found["ok"]
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, CASES))
