@@ -64,6 +64,7 @@ class Turns:
         limits = httpx.Limits(max_connections=self._load.num_clients + 8)
         async with httpx.AsyncClient(base_url=self._url, timeout=120.0, limits=limits) as http:
             right = [await self._right_answers(http, turn) for turn in range(2)]
+            assert all(difference(*answers)[0] for answers in zip(*right, strict=True)), "both contents answer alike"
             self._times.append((time.monotonic(), frozenset({1})))
             left, over = iter(range(self._load.num_requests)), asyncio.Event()
             turning = asyncio.create_task(self._turn(http, over))
@@ -84,7 +85,7 @@ class Turns:
             self._times.append((time.monotonic(), frozenset({0, 1})))
             await change(http, "load", lora_name="swing", lora_path=str(self._load.swing[now]), load_inplace=True)
             self._times.append((time.monotonic(), frozenset({now})))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(1.0)
             turns += 1
         return turns
 
@@ -148,7 +149,7 @@ def cluster_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]
     work = Load(list(few), pictures(1), data.PROMPT, clients, requests, root, (root, root))
     with two_nodes() as nodes, deployed(settings(2, few, root, cpus=1.0), nodes.cluster.address) as url:
         crowd = Crowd(url, work, {"ignore_eos": True, "max_tokens": 32})
-        places, before = nodes.places(), list(stats(url)["replicas"])
+        before = list(stats(url)["replicas"])
         with httpx.Client(base_url=url, timeout=120) as http:
             loaded = {"lora_name": "guest", "lora_path": str(guest)}
             http.post("/v1/load_lora_adapter", json=loaded).raise_for_status()
@@ -162,7 +163,7 @@ def cluster_case(root: Path, clients: int, requests: int) -> list[dict[str, Any]
         alike = [sorted(card["name"] for card in one["adapters"]) for one in stats(url)["replicas"].values()]
     found = {
         **row("cluster", asked, cut=True),
-        "places": places,
+        "killed": nodes.killed,
         "replaced": len(set(names) - set(before)),
         "adapters_of_each": alike,
     }
@@ -183,22 +184,25 @@ class Nodes:
             initialize_head=True, head_node_args={**self._options, "num_cpus": 0, "include_dashboard": False}
         )
         self._replicas = [self.join() for _ in range(2)]
+        self.killed: list[str] = []
+        """The deployments that were on the killed node."""
 
     def join(self) -> Any:
         return self.cluster.add_node(**self._options, num_cpus=1)
 
     def kill(self) -> None:
         """Kill the node of a replica, all of its processes at once; not the one that has the ingress."""
-        node = next(node for node in self._replicas if node.node_id != self.places()["Ingress"])
+        here = {node.node_id: self._deployments_on(node) for node in self._replicas}
+        node = next(node for node in self._replicas if "Ingress" not in here[node.node_id])
+        self.killed = here[node.node_id]
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def places(self) -> dict[str, str]:
-        """The node of each deployment's last replica."""
+    def _deployments_on(self, node: Any) -> list[str]:
         from ray._private.state import actors  # the public way needs the dashboard
 
         prefix = f"SERVE_REPLICA::{APPLICATION}#"
-        living = [one for one in actors().values() if one["State"] == "ALIVE" and one["Name"].startswith(prefix)]
-        return {one["Name"].removeprefix(prefix).split("#")[0]: one["Address"]["NodeID"] for one in living}
+        there = [one["Name"] for one in actors().values() if one["Address"]["NodeID"] == node.node_id]
+        return sorted(name.removeprefix(prefix).split("#")[0] for name in there if name.startswith(prefix))
 
 
 @contextmanager

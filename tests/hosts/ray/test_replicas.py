@@ -23,23 +23,46 @@ if importlib.util.find_spec("ray") is None:
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # whoever imports Ray first: it is to stay on loopback
 pytestmark = pytest.mark.full
 
-from benchmarks import replicas  # noqa: E402
+from benchmarks import replica_checks, replicas  # noqa: E402
 
 
-def test_the_load_test_through_the_ingress(tmp_path: Path):
-    (row,) = replicas.load_case(tmp_path, clients=8, requests=200)
+def test_the_load_test_through_the_ingress_with_a_replica_killed_meanwhile(tmp_path: Path):
+    (row,) = replicas.load_case(tmp_path, clients=64, requests=1024)
     assert row["ok"], row
-    assert row["compared"] > 100
+    assert row["compared"] > 512
     assert row["ends"]["loads"] >= 3
+    assert row["ends"].get("cut", 0) <= 64
+    assert not set(row["killed"]) & set(row["replicas_afterwards"])
 
 
 def test_requests_go_where_their_adapter_and_picture_are(tmp_path: Path):
-    by_affinity, balanced = replicas.affinity_case(tmp_path, clients=6, requests=300)
+    by_affinity, *others = replicas.affinity_case(tmp_path, clients=6, requests=300)
     assert by_affinity["ok"], by_affinity
-    assert balanced["ok"], balanced
-    assert by_affinity["picture_hits"] > balanced["picture_hits"]
-    assert by_affinity["adapters_brought_in"] < balanced["adapters_brought_in"]
     assert min(by_affinity["encoder_asked"]) > 0
+    assert {one["routing"] for one in others} == {"balanced", "random"}
+    for one in others:
+        assert one["ok"], one
+        assert by_affinity["picture_hits"] > one["picture_hits"]
+        assert by_affinity["adapters_brought_in"] < one["adapters_brought_in"]
+
+
+def test_after_a_replacement_no_replica_answers_with_the_old_content(tmp_path: Path):
+    (row,) = replica_checks.replace_case(tmp_path, clients=8, requests=400)
+    assert row["ok"], row
+    assert row["turns"] >= 3
+    assert row["told_apart"] > 100
+
+
+def test_the_ingress_keeps_nothing_of_what_it_passed_on(tmp_path: Path):
+    (row,) = replica_checks.memory_case(tmp_path, clients=1, requests=300)
+    assert row["ok"], row
+
+
+def test_a_node_of_a_cluster_is_killed_under_load_and_another_one_joins(tmp_path: Path):
+    (row,) = replica_checks.cluster_case(tmp_path, clients=6, requests=300)
+    assert row["ok"], row
+    assert "Engine" in row["killed"]
+    assert row["replaced"] == 1
 
 
 def test_a_replica_killed_under_load_cuts_only_what_it_was_streaming(tmp_path: Path):
@@ -56,10 +79,11 @@ def test_deploying_anew_under_load_loses_nothing(tmp_path: Path):
     assert row["replicas_kept"] == 0
 
 
-def test_replicas_are_added_while_requests_queue(tmp_path: Path):
-    (row,) = replicas.scale_case(tmp_path, clients=8, requests=100)
-    assert row["ok"], row
-    assert row["replicas_afterwards"] == 2
+def test_replicas_are_added_while_requests_queue_and_taken_away_afterwards(tmp_path: Path):
+    more, fewer = replicas.scale_case(tmp_path, clients=8, requests=100)
+    assert more["ok"], more
+    assert fewer["ok"], fewer
+    assert (more["replicas_afterwards"], fewer["replicas_afterwards"]) == (2, 1)
 
 
 def adapters_of_each(http: httpx.Client) -> list[set[str]]:
