@@ -207,7 +207,6 @@ class Nodes:
 
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # On one machine, every node's proxy would want the same port.
     with listen("127.0.0.1", 0) as listener:

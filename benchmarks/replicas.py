@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import random
 import re
 import sys
@@ -51,6 +52,8 @@ from polylens.hosts.ray.deploy import APPLICATION, Cluster, begin
 from polylens.hosts.ray.settings import Settings
 from polylens.server.options import AdapterPolicy, ServerOptions
 from polylens.server.run import listen
+
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # before whoever imports Ray first: it is to stay on loopback
 
 KV_BYTES = 32 << 20
 OBJECT_STORE_BYTES = 80 << 20
