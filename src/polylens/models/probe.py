@@ -18,23 +18,17 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
 from polylens.errors import RowRuleError
-from polylens.models.probe_hooks import Assignment, Calls, ProbeLayer, RandomDeltas
-from polylens.models.row_rules import (
-    COUNTED_RULES,
-    PROPORTIONAL_RULES,
-    ItemSize,
-    RowRule,
-    SizedItem,
-    rows_per_item,
-)
+from polylens.models.probe_counts import MIN_ITEMS, Batch, propose
+from polylens.models.probe_features import Encode, Features, difference, identical
+from polylens.models.probe_hooks import Assignment, ProbeLayer, RandomDeltas
+from polylens.models.row_rules import ItemSize, RowRule, SizedItem
 
 EQUAL_FACTOR = 10.0
 """Errors up to this many noise floors count as equal: two measured noises rarely differ more."""
@@ -44,23 +38,6 @@ CONTRAST_FACTOR = 100.0
 
 MIN_NOISE = 16 * torch.finfo(torch.float32).eps
 """Least noise floor assumed: a measured zero is luck of equal kernels, not a promise."""
-
-MIN_ITEMS = 2
-"""A batch of one item divides nothing."""
-
-
-class Features(Protocol):
-    """What the text model receives for one item: `rows` (n, d) and more such tensors (deepstack)."""
-
-    @property
-    def rows(self) -> torch.Tensor: ...
-
-    @property
-    def deepstack(self) -> tuple[torch.Tensor, ...]: ...
-
-
-Encode = Callable[[Sequence[Any]], Sequence[Features]]
-"""Encodes a batch of the caller's own items (each a SizedItem) at once; one Features per item."""
 
 
 @dataclass(frozen=True)
@@ -121,30 +98,6 @@ def exact_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """A synthetic batch with what one plain run of it, and of each item alone, showed."""
-
-    items: Sequence[SizedItem]
-    sizes: Sequence[ItemSize]
-    features: Sequence[Features]
-    calls: Calls
-    alone_calls: Sequence[Calls]
-
-    @property
-    def positions(self) -> range:
-        return range(len(self.items))
-
-    @property
-    def smallest_two(self) -> Sequence[int]:
-        """Positions of the two items with the least pixels: the cheapest batch that can go wrong."""
-        pixels = [sum(tensor.numel() for tensor in item.tensors.values()) for item in self.items]
-        return sorted(sorted(self.positions, key=pixels.__getitem__)[:MIN_ITEMS])
-
-    def called(self, layer: str) -> bool:
-        return bool(self.calls.get(layer)) or any(calls.get(layer) for calls in self.alone_calls)
-
-
 class _Probe:
     def __init__(
         self,
@@ -187,7 +140,7 @@ class _Probe:
 
     # What counts propose
 
-    def _observe(self, items: Sequence[SizedItem]) -> _Batch:
+    def _observe(self, items: Sequence[SizedItem]) -> Batch:
         with self._deltas.applied(None) as calls:
             features = self._encode(items)
         alone_calls = []
@@ -195,34 +148,16 @@ class _Probe:
             with self._deltas.applied(None) as item_calls:
                 self._encode([item])
             alone_calls.append(item_calls)
-        return _Batch(items, [ItemSize.of(item) for item in items], features, calls, alone_calls)
+        return Batch(items, [ItemSize.of(item) for item in items], features, calls, alone_calls)
 
     def _propose(self, layer: str) -> tuple[RowRule, ...]:
-        """Rules the counts allow, of which no two divide every batch alike; best first."""
         declared = [rule for pattern, rule in self._declared.items() if re.search(pattern, layer)]
         if declared:
             return (declared[0],)
-        by_division: dict[object, list[RowRule]] = defaultdict(list)
-        for rule in self._preference():
-            divisions = [_division(rule, layer, batch) for batch in self._batches]
-            if None not in divisions:
-                by_division[repr(divisions)].append(rule)
-        if not by_division:
-            self._reasons[layer] = "its row counts fit no rule"
-        if any({RowRule.PATCHES, RowRule.IMAGES} <= set(rules) for rules in by_division.values()):
-            self._reasons[layer] = "the synthetic items are equal in size, so they cannot tell one rule from another"
-            return ()
-        return tuple(rules[0] for rules in by_division.values())
-
-    def _tiled(self) -> bool:
-        """Whether items are made of tiles, not of patches (then an item may have several of them)."""
-        return all(size.num_patches == size.num_tiles for batch in self._batches for size in batch.sizes)
-
-    def _preference(self) -> tuple[RowRule, ...]:
-        """Of rules that say the same about every batch, the one that names the layout plainly comes first."""
-        if self._tiled():
-            return (RowRule.TILES, RowRule.IMAGES, RowRule.TOKENS, RowRule.PATCHES, *COUNTED_RULES)
-        return (RowRule.PATCHES, RowRule.TOKENS, RowRule.IMAGES, RowRule.TILES, *COUNTED_RULES)
+        rules, reason = propose(layer, self._batches)
+        if reason is not None:
+            self._reasons[layer] = reason
+        return rules
 
     # What outputs decide
 
@@ -285,7 +220,7 @@ class _Probe:
                 actual = self._encode([batch.items[position] for position in positions])
         except RowRuleError:
             return math.inf
-        return _difference(actual, [alone[position] for position in positions])
+        return difference(actual, [alone[position] for position in positions])
 
     def _alone(self, rules: Mapping[str, RowRule]) -> list[list[Features]]:
         """Features of each item run alone with its own deltas on the layers of `rules`, per batch."""
@@ -297,7 +232,7 @@ class _Probe:
             ]
         return self._references[layers]
 
-    def _run_alone(self, batch: _Batch, position: int, delta: int, rules: Mapping[str, RowRule]) -> Features:
+    def _run_alone(self, batch: Batch, position: int, delta: int, rules: Mapping[str, RowRule]) -> Features:
         assignment = Assignment([batch.sizes[position]], [delta], rules)
         with self._deltas.applied(assignment):
             return self._encode([batch.items[position]])[0]
@@ -310,7 +245,7 @@ class _Probe:
             with self._deltas.applied(Assignment(batch.sizes, [0] * len(batch.items), rules)):
                 together = self._encode(batch.items)
             alone = [self._run_alone(batch, position, 0, rules) for position in batch.positions]
-            worst = max(worst, _difference(together, alone))
+            worst = max(worst, difference(together, alone))
         return worst
 
     # Whether a test of a layer could have failed at all
@@ -328,12 +263,12 @@ class _Probe:
                 errors.append(error)
         return min(errors, default=0.0) / self._noise
 
-    def _has_effect(self, layer: str, batch: _Batch) -> bool:
+    def _has_effect(self, layer: str, batch: Batch) -> bool:
         """Whether one delta on this layer alone changes any feature of the batch at all."""
         assignment = Assignment(batch.sizes, [0] * len(batch.items), {layer: RowRule.UNPROVEN})
         with self._deltas.applied(assignment):
             changed = self._encode(batch.items)
-        return not _identical(changed, batch.features)
+        return not identical(changed, batch.features)
 
     def _weight_matters(self, layer: ProbeLayer) -> bool:
         """Whether the weight of a layer that is never called is used all the same, by code that reads it."""
@@ -343,7 +278,7 @@ class _Probe:
         try:
             noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(0))
             layer.weight.copy_(noise.to(original))
-            return any(not _identical(self._encode(batch.items), batch.features) for batch in self._batches)
+            return any(not identical(self._encode(batch.items), batch.features) for batch in self._batches)
         finally:
             layer.weight.copy_(original)
 
@@ -357,67 +292,3 @@ class _Probe:
             return RowRule.NO_EFFECT
         self._reasons.setdefault(name, "a wrong assignment would not stand out from the noise")
         return RowRule.UNPROVEN
-
-
-def _division(rule: RowRule, layer: str, batch: _Batch) -> list[list[int]] | None:
-    """Rows per item in each call of the layer under `rule`, or None when the counts rule it out.
-
-    Where the rows of the items alone add up to those of the batch, nothing was padded, and the division must be
-    exactly the items' own counts. Where they do not (padding to the largest item), any even division may be right.
-    """
-    calls = batch.calls.get(layer, [])
-    alone = [list(item_calls.get(layer, [])) for item_calls in batch.alone_calls]
-    if rule in (RowRule.PER_CALL, RowRule.PER_TILE):
-        num_calls = [1 if rule is RowRule.PER_CALL else size.num_tiles for size in batch.sizes]
-        fits = list(calls) == [rows for item in alone for rows in item] and num_calls == [len(item) for item in alone]
-        return alone if fits else None
-    if rule is RowRule.VIEWS:
-        if not any(size.views for size in batch.sizes):
-            return None
-        alone = [item + [0] * (len(calls) - len(item)) for item in alone]  # an item may lack the later views
-    elif rule not in PROPORTIONAL_RULES:
-        return None
-    if any(len(item) != len(calls) for item in alone):
-        return None
-    try:
-        divisions = [
-            rows_per_item(rule, batch.sizes, num_rows, call_index=index, layer=layer)
-            for index, num_rows in enumerate(calls)
-        ]
-    except RowRuleError:
-        return None
-    per_call = [[item[index] for item in alone] for index in range(len(calls))]
-    unpadded = [sum(rows) == num_rows for rows, num_rows in zip(per_call, calls, strict=True)]
-    if any(exact and division != rows for exact, division, rows in zip(unpadded, divisions, per_call, strict=True)):
-        return None
-    return divisions
-
-
-def _slots(features: Sequence[Features]) -> list[list[torch.Tensor]]:
-    """Feature tensors by slot (rows, then each deepstack level), each a list over the items."""
-    return [list(tensors) for tensors in zip(*[(f.rows, *f.deepstack) for f in features], strict=True)]
-
-
-def _difference(actual: Sequence[Features], expected: Sequence[Features]) -> float:
-    """Largest error over all features, relative to the root mean square of their slot; inf when incomparable."""
-    worst = 0.0
-    for ours, theirs in zip(_slots(actual), _slots(expected), strict=True):
-        if [t.shape for t in ours] != [t.shape for t in theirs]:
-            return math.inf
-        values, reference = torch.cat(ours).cpu().double(), torch.cat(theirs).cpu().double()
-        scale = reference.square().mean().sqrt().item()
-        largest = (values - reference).abs().max().item()
-        if scale == largest == 0:
-            continue  # a slot that says nothing (Granite 4 Vision's embeddings)
-        if not (math.isfinite(largest) and scale > 0):
-            return math.inf
-        worst = max(worst, largest / scale)
-    return worst
-
-
-def _identical(one: Sequence[Features], other: Sequence[Features]) -> bool:
-    return all(
-        torch.equal(a, b)
-        for ours, theirs in zip(_slots(one), _slots(other), strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    )
