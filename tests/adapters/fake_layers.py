@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from polylens.core import Component, LayerKind, LayerSpec, ModelLayers
+from polylens.adapters.load import LoadReport, load_adapter
+from polylens.core import Adapter, Component, LayerKind, LayerSpec, ModelLayers
+from polylens.errors import AdapterMismatchError
 
 NUM_LAYERS = 3
 IN, OUT = 6, 8
@@ -112,3 +115,22 @@ def write_adapter(
     else:
         save_file(dict(tensors), folder / "adapter_model.safetensors")
     return folder
+
+
+def load(
+    folder: Path, tensors: dict[str, torch.Tensor], layers: ModelLayers | None = None, **options: Any
+) -> tuple[Adapter, LoadReport]:
+    """Write the adapter to `folder` and load it onto `layers` (the made-up model's)."""
+    write_adapter(folder, tensors, config(**options))
+    dtype = options.pop("dtype", torch.float32)
+    return load_adapter(folder, layers or fake_layers(), name="a", dtype=dtype, device="cpu")
+
+
+def mismatch(folder: Path, tensors: dict[str, torch.Tensor], *words: str, **options: Any) -> AdapterMismatchError:
+    """The error of such a `load`, which has the words in its one line."""
+    with pytest.raises(AdapterMismatchError) as caught:
+        load(folder, tensors, **options)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return caught.value
