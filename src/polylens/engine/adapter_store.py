@@ -277,9 +277,9 @@ class AdapterStore:
             except AdapterError:
                 entry.adapter = entry.report = entry.host = None
                 raise
-        with self._lock:
-            self._install(entry)
-            self._moves.trim_host(entry)
+            with self._lock:
+                self._install(entry)
+                self._moves.trim_host(entry)
 
     def end_lease(self, lease: StoreLease) -> None:
         """Once only: later calls do nothing."""
