@@ -26,6 +26,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
@@ -34,7 +35,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from polylens.errors import ModelLoadError
-from polylens.hosts.vllm import runner, runner_v2, worker
+from polylens.hosts.vllm import front, runner, runner_v2, worker
 from polylens.hosts.vllm.encoder import EncoderCalls
 from polylens.hosts.vllm.names import content_id
 
@@ -72,6 +73,13 @@ def a_changed_runner_is_noticed() -> None:
         def load_lora_model(self, model: Any) -> Any: ...  # type: ignore[override]
 
     assert_raises(lambda: runner_v2.check_runner(Changed), "has no parameter 'vllm_config'")
+
+
+def a_front_process_that_was_left_as_it_is_is_noticed() -> None:
+    with mock.patch.object(InputProcessor, "_polylens_installed", False, create=True):
+        assert_raises(front.check_installed, "add 'polylens' to VLLM_PLUGINS")
+        with mock.patch.object(InputProcessor, "_get_mm_identifier", lambda self, mm_hash: mm_hash):
+            assert_raises(front.check_installed, "_get_mm_identifier")
 
 
 def the_gpu_workers_runner_becomes_ours() -> None:
@@ -239,6 +247,7 @@ CHECKS = (
     the_worker_is_chosen_by_the_platform,
     the_seams_of_the_gpu_worker_and_of_both_runners_are_there,
     a_changed_runner_is_noticed,
+    a_front_process_that_was_left_as_it_is_is_noticed,
     the_gpu_workers_runner_becomes_ours,
     memory_is_kept_for_adapters,
     numbers_of_62_bits_pass_through_vllms_state,

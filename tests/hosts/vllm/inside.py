@@ -391,12 +391,6 @@ def answers_are_nearest_to_their_own_references(inside: Inside) -> None:
         assert own * MIN_RATIO <= min(errors.values()), f"{name}: off by {own}, others by {errors}"
 
 
-def text_without_a_tower(inside: Inside) -> None:
-    """vLLM then builds no tower, and what adapters have for it is of no effect."""
-    assert inside.runner.adapted.absent, "the tower was built"
-    inside.check([(name, "text", index) for index in (0, 1) for name in ("base", *ADAPTERS)])
-
-
 SHORT: tuple[Callable[[Inside], None], ...] = (
     rules_are_proven,
     rules_are_kept,
@@ -410,9 +404,6 @@ SHORT: tuple[Callable[[Inside], None], ...] = (
 
 HALF: tuple[Callable[[Inside], None], ...] = (rules_are_proven, answers_are_nearest_to_their_own_references)
 """In bfloat16, after a start in float32."""
-
-TEXT: tuple[Callable[[Inside], None], ...] = (text_without_a_tower,)
-"""Where no request may have media."""
 
 CHECKS: tuple[Callable[[Inside], None], ...] = (
     *SHORT,
@@ -457,7 +448,6 @@ MODES: dict[str, tuple[Sequence[Callable[[Inside], None]], dict[str, Any]]] = {
     "": (CHECKS, {}),
     "--short": (SHORT, {}),
     "--half": (HALF, {"dtype": "bfloat16"}),
-    "--text": (TEXT, {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
 }
 """What is checked, and the options of vLLM for it."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polylens.adapters import read
 from polylens.hosts.vllm import front, refused
 from polylens.hosts.vllm.front import Front
-from tests.families.adapters import make_adapter
-from tests.families.build import build_checkpoint
 
 
 class Request:
@@ -24,23 +25,6 @@ class Request:
 
     def __init__(self, lora_name: str, lora_int_id: int, lora_path: str) -> None:
         self.lora_name, self.lora_int_id, self.lora_path = lora_name, lora_int_id, lora_path
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_checkpoint("qwen2_vl", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("adapter")
-    make_adapter(checkpoint, place, targets="all", rank=2, seed=1)
-    return place
-
-
-@pytest.fixture
-def adapter(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "adapter"))
 
 
 @pytest.fixture
@@ -137,3 +121,29 @@ def test_copies_of_the_longest_unused_folders_are_let_go(
     gc.collect()
     assert {path.name for path in copies.iterdir()} == {Path(second.lora_path).name}
     assert Path(stamp(one, adapter).lora_path).exists()
+
+
+def test_an_adapter_of_the_hub_is_fetched_once(
+    checkpoint: Path, adapter: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fetched = []
+    monkeypatch.setattr(read, "_fetch", lambda hub_id: fetched.append(hub_id) or adapter)
+    one = make_front(checkpoint)
+    for _ in range(3):
+        stamp(one, Path("somebody/adapter"))
+    assert len(fetched) == 1
+
+
+def test_threads_have_one_front(monkeypatch: pytest.MonkeyPatch):
+    made = []
+
+    def slowly(config: Any) -> Any:
+        time.sleep(0.05)
+        made.append(config)
+        return object()
+
+    monkeypatch.setattr(front, "Front", slowly)
+    processor = SimpleNamespace(vllm_config=None)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(front._front_of, [processor] * 4))
+    assert len(found) == len(made) == 1

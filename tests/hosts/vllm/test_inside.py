@@ -29,7 +29,7 @@ FAMILIES = (
 TIMEOUT_S = 560
 NUM_CHECKS, NUM_SHORT_CHECKS, NUM_HALF_CHECKS = 17, 7, 2
 """Of `inside.CHECKS`, `inside.SHORT` and `inside.HALF`."""
-NUM_PRESSURE_CHECKS, NUM_GPU_CHECKS, NUM_V2_CHECKS = 10, 9, 8
+NUM_PRESSURE_CHECKS, NUM_GPU_CHECKS, NUM_V2_CHECKS = 10, 10, 8
 """Of `pressure.CHECKS`, `gpu.CHECKS` and `v2.CHECKS`."""
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no environment with vLLM ($POLYLENS_VLLM_PYTHON)")
@@ -94,9 +94,10 @@ def test_an_engine_under_pressure(family: str, tmp_path: Path):
 
 
 @pytest.mark.full
-def test_text_without_a_tower(tmp_path: Path):
-    output = run_inside("inside", tmp_path, make("qwen2_vl", tmp_path, "--short"), "--text")
-    assert num_ok(output) == 1
+def test_other_options_of_vllm(tmp_path: Path):
+    folder = make("qwen2_vl", tmp_path, "--short")
+    for variant in ("text", "features", "default"):
+        assert num_ok(run_inside("variants", tmp_path, folder, variant)) == 1
 
 
 @pytest.mark.full

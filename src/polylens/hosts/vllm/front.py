@@ -47,15 +47,10 @@ def install() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from polylens.hosts.vllm.seams import check_seam, check_version
-
     if getattr(InputProcessor, _INSTALLED, False):
         return
     try:
-        check_version()
-        process = check_seam(InputProcessor, "process_inputs", ("lora_request",))
-        identifier = check_seam(InputProcessor, "_get_mm_identifier", ("mm_hash", "lora_request"))
-        schedule = check_seam(Scheduler, "schedule", ())
+        process, identifier, schedule = _seams()
     except ModelLoadError:
         return  # our worker says so, if it is used; other people's workers run on
     InputProcessor.process_inputs = _stamping(process)
@@ -69,9 +64,25 @@ def check_installed() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     if not getattr(InputProcessor, _INSTALLED, False):
+        _seams()  # says what is wrong with vLLM, if that is why
         raise ModelLoadError(
             "polylens' plugin did not run in vLLM: install polylens with pip, and add 'polylens' to VLLM_PLUGINS if set"
         )
+
+
+def _seams() -> tuple[Callable[..., Any], ...]:
+    """What is replaced of vLLM. Raises ModelLoadError where that is not what this was written for."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from polylens.hosts.vllm.seams import check_seam, check_version
+
+    check_version()
+    return (
+        check_seam(InputProcessor, "process_inputs", ("lora_request",)),
+        check_seam(InputProcessor, "_get_mm_identifier", ("mm_hash", "lora_request")),
+        check_seam(Scheduler, "schedule", ()),
+    )
 
 
 def _stamping(process: Callable[..., Any]) -> Callable[..., Any]:
