@@ -101,8 +101,9 @@ def test_other_options_of_vllm(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_the_openai_server_serves_two_adapters_at_once(tmp_path: Path):
-    assert "ok the server goes on" in run_inside("serve", tmp_path, make("qwen2_vl", tmp_path))
+@pytest.mark.parametrize("options", [(), ("--data-parallel-size", "2")], ids=" ".join)
+def test_the_openai_server_serves_two_adapters_at_once(options: tuple[str, ...], tmp_path: Path):
+    assert "ok the server goes on" in run_inside("serve", tmp_path, make("qwen2_vl", tmp_path, "--short"), *options)
 
 
 @pytest.mark.full
