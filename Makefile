@@ -22,7 +22,7 @@ if [ "$$vllm" = none ]; then \
 exit $$status
 endef
 
-.PHONY: demo families test test-all lint format install clean
+.PHONY: demo families test test-all ray lint format install clean
 
 demo: install
 	$(BIN)/polylens demo
@@ -34,8 +34,12 @@ test: lint
 families: install
 	$(BIN)/python -m tools.families_table
 
-test-all: lint families
+test-all: lint families ray
 	$(call PYTEST)
+
+# The tests with real replicas skip without Ray.
+ray: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 
 lint: install
 	$(BIN)/ruff check .

@@ -62,6 +62,16 @@ def test_missing_weights_are_refused(folder: Path) -> None:
     refused(folder, "incomplete: 1 missing")
 
 
+def test_a_model_is_not_changed_by_who_saves_over_its_files(folder: Path) -> None:
+    model = load_model(folder, EngineConfig(show_progress=False)).model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for file in folder.glob("*.safetensors"):
+        with file.open("r+b") as content:  # the same file, as long as before
+            content.write(bytes(file.stat().st_size))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)

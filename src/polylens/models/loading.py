@@ -132,8 +132,16 @@ def load_model(source: str | Path, config: EngineConfig, chat_template: str | No
     model, report = loaded
     check_loading_report(report, source)
     model = model.to(device)
+    if device.type == "cpu":
+        _keep_own_values(model)
     with loading_errors(source):  # a chat template with an error in it, a generation config of wrong types
         return prepare_model(model, processor, source=source, max_model_len=config.max_model_len)
+
+
+def _keep_own_values(model: PreTrainedModel) -> None:
+    """Copy what is mapped from the files: who saves another model over them would change this one, or end it."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def prepare_model(
