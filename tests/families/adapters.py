@@ -104,6 +104,8 @@ def target_names(model: PreTrainedModel, targets: Targets) -> tuple[list[str], l
     linear = [name for name, module in layers if _is_plain_linear(module)]
     if not any(component_of(name) == "tower" for name in linear):
         linear += [name for name, module in layers if _is_pointwise(module) and component_of(name) == "tower"]
+    if not any(component_of(name) == "connector" for name in linear):
+        linear += [name for name, module in layers if _is_of_patches(module) and component_of(name) == "connector"]
     modules = [name for name in linear if not _is_head(name) and component_of(name) in wanted]
     has_plain_head = any(
         name.endswith("lm_head") and type(module) is nn.Linear for name, module in model.named_modules()
@@ -134,6 +136,12 @@ def _is_head(name: str) -> bool:
 def _is_pointwise(module: nn.Module) -> bool:
     """The linear layers of towers that are convolutions throughout (Gemma 3n)."""
     return isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+
+
+def _is_of_patches(module: nn.Module) -> bool:
+    """The layers of connectors that are convolutions throughout (HY 4 VL): linear in patches that do not overlap."""
+    whole = isinstance(module, nn.Conv2d) and module.kernel_size == module.stride and not any(module.padding)
+    return whole and module.groups == 1
 
 
 def component_of(name: str) -> str:
