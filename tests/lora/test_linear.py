@@ -64,6 +64,14 @@ def test_inputs_and_weights_with_gaps(kernels: Kernels | None) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("x", [torch.ones(3, 279), torch.ones(3, 280, dtype=torch.float64)], ids=["width", "dtype"])
+def test_inputs_that_do_not_fit_are_refused(kernels: Kernels | None, x: torch.Tensor) -> None:
+    layer = nn.Linear(280, 300)
+    make_linears_fast(layer, kernels)
+    with pytest.raises(RuntimeError):
+        layer(x)
+
+
 def test_parameters_stay_what_they_are(kernels: Kernels | None) -> None:
     model = Toy()
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
